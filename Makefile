@@ -1,0 +1,22 @@
+# `make demo` and `make test` are all a fresh machine needs: both build .venv when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= test
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m experiments.demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+$(VENV)/.installed: setup.py
+	$(PYTHON) -c 'import sys; sys.exit("specjax needs Python 3.11 or newer; set PYTHON=python3.x") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	touch $@

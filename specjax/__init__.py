@@ -1,0 +1,9 @@
+"""specjax: speculative decoding in JAX. Train drafters, decode with them, and know how good they are."""
+
+from specjax import drafters
+from specjax.checkpoints.load import load_target
+from specjax.decoding.decode import decode
+from specjax.evaluation.transcript import transcript
+from specjax.types import DecodeResult, StopReason
+
+__all__ = ["DecodeResult", "StopReason", "decode", "drafters", "load_target", "transcript"]

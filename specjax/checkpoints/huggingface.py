@@ -1,0 +1,77 @@
+"""Hugging Face folders: `config.json`, and safetensors in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specjax.checkpoints.convert import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      ValueError: the file does not hold one.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def folder_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+    """The tensors of a folder, by name, unread.
+
+    Raises:
+      FileNotFoundError: no safetensors, or a shard that the index names is missing.
+      ValueError: a file is truncated or damaged.
+    """
+    if (folder / INDEX).exists():
+        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    else:
+        files = [SINGLE]
+    missing = [name for name in files if not (folder / name).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder}: {', '.join(missing)} not found; weights are read from {SINGLE}, "
+            f"or from the shards that {INDEX} names"
+        )
+    return {name: tensor for file in files for name, tensor in _file_tensors(folder / file).items()}
+
+
+def _file_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+    def read(name: str) -> np.ndarray:
+        with safe_open(path, "numpy") as file:
+            return file.get_tensor(name)
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return {
+                name: Tensor(
+                    tuple(file.get_slice(name).get_shape()), lambda name=name: read(name)
+                )
+                for name in file.keys()  # noqa: SIM118 (safe_open is no mapping)
+            }
+    except SafetensorError as error:
+        raise ValueError(f"{path}: truncated or damaged safetensors file: {error}") from None
+
+
+def stop_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end a row: `eos_token_id` of generation_config.json, else of config.json."""
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = config.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,0 +1,258 @@
+"""`specjax.decode`: prompts in, `DecodeResult` out. Checks, batching and buckets are here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding import prefill as prefilling
+from specjax.decoding.autoregressive import PlainState, plain_loop
+from specjax.decoding.rows import Row
+from specjax.decoding.speculative import Counts, SpeculativeState, speculative_loop
+from specjax.models.cache import KVCache
+from specjax.models.target import Target
+from specjax.models.tokenizer import encode_prompt
+from specjax.models.transformer import check_taps
+from specjax.types import DecodeResult, Drafter, PyTree, StopReason
+from specjax.verification import RULES
+
+Prompt = str | Sequence[int]
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+SMALLEST_CACHE = 128
+REPORT_EVERY = 16  # cycles between two progress reports
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    max_len: int | None = None,
+    rule: str = "greedy",
+    stop_tokens: Sequence[int] | None = None,
+    chat: bool | None = None,
+    drafter_params: PyTree = (),
+    progress: Progress | None = None,
+) -> DecodeResult:
+    """Decodes a batch of prompts greedily, speculatively where there is a drafter.
+
+    The tokens are those of plain greedy decoding, whatever the drafter: it changes only how many
+    forward passes of the target they take.
+
+    Args:
+      target: from `specjax.load_target`.
+      drafter: for instance `specjax.drafters.NGram(num_draft_tokens=8)`; None for plain decoding.
+      prompts: a text or a list of them, or token ids or a list of those. Token ids are used as they
+        are; a text is tokenized, see `chat`.
+      max_new_tokens: for all rows, or one for each.
+      max_len: rows of the KV cache, the longest that prompt and output may become together. By
+        default a bucket (a power of two) that holds the longest row.
+      rule: name of the verification rule.
+      stop_tokens: ids that end a row; by default the target's.
+      chat: render texts as a user's turn through the chat template; by default where there is one.
+      drafter_params: of drafters that have weights.
+      progress: called with (what, done, total); costs a synchronisation now and then.
+
+    Raises:
+      ValueError: an argument is out of its range; the message says what was given and expected.
+    """
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; known: {', '.join(sorted(RULES))}")
+    ids = _encode(target, prompts, chat)
+    budgets = _budgets(max_new_tokens, len(ids))
+    size = _cache_size(target, ids, budgets, max_len)
+    stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
+    _check_ids(target, [np.asarray(stops, np.int64)], "stop token")
+    stops = jnp.asarray(stops, jnp.int32)
+    if drafter:
+        check_taps(drafter.taps, target.config)
+
+    batch, longest = len(ids), max(len(row) for row in ids)
+    rows = _rows(ids, budgets, size, target.config.context_length if max_len is None else max_len)
+    one_cache = KVCache.zeros(target.config, size, target.dtype)
+    cache, drafter_state = _broadcast(
+        (one_cache, drafter.init_state(size) if drafter else ()), batch
+    )
+    started = time.perf_counter()
+    rows, cache, drafter_state = prefilling.prefill(
+        target.graphdef, target.params, drafter, drafter_params, rows, cache, drafter_state,
+        longest=longest, progress=progress and (lambda *done: progress("prefill", *done)),
+    )  # fmt: skip
+    jax.block_until_ready(cache)
+    prefilled = time.perf_counter()
+
+    if drafter is None:
+        state = PlainState(rows, cache, jnp.int32(0))
+
+        def run(state, until):
+            return plain_loop(target.graphdef, target.params, state, stops, until)
+    else:
+        counts = Counts.zeros(batch, size)
+        state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
+
+        def run(state, until):
+            return speculative_loop(
+                target.graphdef, target.params, drafter, drafter_params, RULES[rule], state,
+                stops, until,
+            )  # fmt: skip
+
+    state = _run_to_the_end(run, state, size, ids, progress)
+    jax.block_until_ready(state.rows)
+    seconds = prefilled - started, time.perf_counter() - prefilled
+    return _result(target, drafter, ids, state, seconds)
+
+
+def _encode(
+    target: Target, prompts: Prompt | Sequence[Prompt], chat: bool | None
+) -> list[np.ndarray]:
+    """Token ids of each prompt, checked."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        prompts = [prompts]
+    if not len(prompts):
+        raise ValueError("no prompts were given")
+    if target.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("this target has no tokenizer: give prompts as token ids")
+    if chat is None:
+        chat = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    ids = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if chat and not prompt.strip():
+                raise ValueError(f"prompt {number} is empty")
+            prompt = encode_prompt(target.tokenizer, prompt, chat=chat)
+        row = np.asarray(prompt)
+        if not row.size:
+            raise ValueError(f"prompt {number} is empty")
+        if row.ndim != 1 or row.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt {number}: expected a text or a list of token ids, got "
+                f"{row.dtype} of shape {row.shape}"
+            )
+        ids.append(row)
+    _check_ids(target, ids, "token id")
+    return [row.astype(np.int32) for row in ids]
+
+
+def _check_ids(target: Target, rows: list[np.ndarray], what: str) -> None:
+    for number, row in enumerate(rows):
+        wrong = row[(row < 0) | (row >= target.config.vocab_size)]
+        if wrong.size:
+            raise ValueError(
+                f"{what} {wrong[0]} (row {number}) is outside the vocabulary of "
+                f"{target.config.vocab_size}"
+            )
+
+
+def _budgets(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
+    budgets = np.asarray(max_new_tokens)
+    if budgets.ndim > 1 or (budgets.ndim == 1 and len(budgets) != batch):
+        raise ValueError(
+            f"max_new_tokens: expected one number or {batch} (one a prompt), got {max_new_tokens}"
+        )
+    if budgets.dtype.kind not in "iu" or (budgets < 1).any():
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    return np.broadcast_to(budgets, batch)
+
+
+def _cache_size(
+    target: Target, ids: list[np.ndarray], budgets: np.ndarray, max_len: int | None
+) -> int:
+    """Rows of the cache: `max_len`, or the power of two that holds every row."""
+    context = target.config.context_length
+    longest = max(len(row) for row in ids)
+    if max_len is not None and not 1 <= max_len <= context:
+        raise ValueError(f"max_len must be 1…{context} (the target's context), got {max_len}")
+    if longest >= (max_len or context):
+        raise ValueError(
+            f"a prompt of {longest} tokens leaves no room for an answer in "
+            + (f"max_len={max_len}; raise it" if max_len else f"the target's context of {context}")
+        )
+    if max_len is not None:
+        return max_len
+    needed = max(len(row) + budget for row, budget in zip(ids, budgets.tolist(), strict=True))
+    return max(SMALLEST_CACHE, 1 << (min(needed, context) - 1).bit_length())
+
+
+def _rows(ids: list[np.ndarray], budgets: np.ndarray, size: int, max_len: int) -> Row:
+    """Rows of a batch, none of them begun."""
+    tokens = np.zeros((len(ids), size), np.int32)
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in ids], np.int32)
+    wanted = lengths + budgets
+    full = wanted > max_len
+    return Row(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(lengths),
+        limit=jnp.asarray(np.minimum(wanted, max_len), jnp.int32),
+        limit_status=jnp.asarray(
+            np.where(full, StopReason.CACHE_FULL, StopReason.LENGTH), jnp.int32
+        ),
+        status=jnp.full(len(ids), StopReason.RUNNING, jnp.int32),
+    )
+
+
+def _broadcast(tree: PyTree, batch: int) -> PyTree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), tree)
+
+
+def _run_to_the_end(
+    run: Callable[[Any, jax.Array], Any],
+    state: Any,
+    cycles: int,
+    ids: list[np.ndarray],
+    progress: Progress | None,
+) -> Any:
+    """Runs the loop in one call, or in pieces of a few cycles where progress is wanted."""
+    if progress is None:
+        return run(state, jnp.int32(cycles))
+    # Copies: `run` donates the state.
+    done, total = sum(len(row) for row in ids), int(np.asarray(state.rows.limit).sum())
+    prompt_tokens = done
+    for until in range(REPORT_EVERY, cycles + REPORT_EVERY, REPORT_EVERY):
+        state = run(state, jnp.int32(until))
+        done = int(np.asarray(state.rows.length).sum())
+        progress("decoding", done - prompt_tokens, total - prompt_tokens)
+        if not np.asarray(state.rows.running).any():
+            break
+    return state
+
+
+def _result(
+    target: Target,
+    drafter: Drafter | None,
+    ids: list[np.ndarray],
+    state: Any,
+    seconds: tuple[float, float],
+) -> DecodeResult:
+    """Takes the batch apart into rows without padding."""
+    tokens, lengths = np.asarray(state.rows.tokens), np.asarray(state.rows.length)
+    new = [row[len(prompt) : end] for row, prompt, end in zip(tokens, ids, lengths, strict=True)]
+    if drafter is None:
+        committed = [np.ones(len(row), np.int32) for row in new]
+        accepted = drafted = [np.zeros(len(row), np.int32) for row in new]
+    else:
+        columns = (np.asarray(x) for x in jax.tree.leaves(state.counts))
+        accepted, drafted, committed = (
+            [row[alive] for row, alive in zip(column, np.asarray(state.counts.committed) > 0)]
+            for column in columns
+        )
+    return DecodeResult(
+        prompts=ids,
+        tokens=new,
+        stop_reason=[StopReason(int(status)) for status in np.asarray(state.rows.status)],
+        accepted=accepted,
+        drafted=drafted,
+        committed=committed,
+        num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
+        prefill_seconds=seconds[0],
+        decode_seconds=seconds[1],
+        tokenizer=target.tokenizer,
+    )

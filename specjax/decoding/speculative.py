@@ -1,0 +1,166 @@
+"""Speculative decoding: draft K tokens, check them in one forward pass, commit what holds.
+
+One cycle, for each row (K = 3; two drafts right, one wrong):
+
+```
+committed   t0 t1 t2 t3            length 4, target cache holds rows 0..2, anchor t3
+draft       d4 d5 d6               drawn after t3
+verify      [t3 d4 d5 d6]          at positions 3 4 5 6; their logits and their K/V rows
+rule        accept d4, d5; reject d6, correct it to y6
+commit      rows of t3 d4 d5 are written; committed t0..t3 d4 d5 y6, length 7, anchor y6
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.decoding.rows import Row, append
+from specjax.models.cache import KVCache, write_rows
+from specjax.models.transformer import Output, Transformer, causal_mask
+from specjax.types import Committed, Context, Draft, Drafter, PyTree, Verdict, Verifier
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Per-cycle counts as `specjax.metrics` defines them, each `[B, cycles]` int32."""
+
+    accepted: jax.Array
+    drafted: jax.Array
+    committed: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, cycles: int) -> Counts:
+        """Room for that many cycles."""
+        return cls(*(jnp.zeros((batch, cycles), jnp.int32) for _ in range(3)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpeculativeState:
+    """Carry of the loop, with the batch axis in front of all but `cycle`, which is `[]` int32."""
+
+    rows: Row
+    cache: KVCache
+    drafter_state: PyTree
+    counts: Counts
+    cycle: jax.Array
+
+
+def propose(
+    drafter: Drafter, drafter_params: PyTree, params: PyTree, row: Row, cache: KVCache, state: PyTree
+) -> tuple[Draft, PyTree]:
+    """Drafts; no more tokens are valid than the row has room for beside the next token."""
+    context = Context(row.tokens, row.length, cache)
+    draft, state = drafter.propose(drafter_params, params, state, context, None)
+    room = jnp.maximum(row.limit - row.length - 1, 0)
+    return dataclasses.replace(draft, num_valid=jnp.minimum(draft.num_valid, room)), state
+
+
+def verify(
+    model: Transformer,
+    rule: Verifier,
+    taps: tuple[int, ...],
+    row: Row,
+    cache: KVCache,
+    draft: Draft,
+) -> tuple[Output, Verdict, jax.Array]:
+    """One forward pass over [anchor, draft], and the rule on its logits.
+
+    Returns:
+      The pass's output, the verdict, and whether the logits that count are finite.
+    """
+    block = jnp.concatenate([row.anchor[None], draft.tokens])
+    slots = jnp.arange(block.shape[0])
+    start = row.length - 1
+    out = model(block, start + slots, cache, start, causal_mask(block.shape[0]), taps)
+    logits = model.head(out.hidden)
+    finite = (jnp.isfinite(logits.max(-1)) | (slots > draft.num_valid)).all()
+    return out, rule(draft, logits, None, None), finite
+
+
+def commit(
+    drafter: Drafter,
+    drafter_params: PyTree,
+    params: PyTree,
+    stop_tokens: jax.Array,
+    row: Row,
+    cache: KVCache,
+    state: PyTree,
+    draft: Draft,
+    out: Output,
+    verdict: Verdict,
+    finite: jax.Array,
+) -> tuple[Row, KVCache, PyTree, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Appends the accepted tokens and the next one, and writes the rows they stand on.
+
+    Returns:
+      Row, cache, drafter state, and (accepted, drafted, committed) of this cycle.
+    """
+    width = draft.tokens.shape[0] + 1
+    padded = jnp.append(draft.tokens, 0)
+    new_tokens = jnp.where(jnp.arange(width) < verdict.accepted, padded, verdict.next_token)
+    block = jnp.append(row.anchor, draft.tokens)
+    start = row.length - 1
+    row, committed = append(row, new_tokens, verdict.accepted + 1, finite, stop_tokens)
+    cache = write_rows(cache, out.rows, start, committed)
+    moved = Committed(block, out.features, new_tokens, start, committed)
+    state = drafter.observe(drafter_params, params, state, moved)
+    # Where a stop token cut the cycle short, only the drafts up to it were in play.
+    cut = committed <= verdict.accepted
+    accepted = jnp.minimum(verdict.accepted, committed)
+    drafted = jnp.where(cut, accepted, draft.num_valid)
+    return row, cache, state, (accepted, drafted, committed)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "drafter", "rule"), donate_argnames=("state",)
+)
+def speculative_loop(
+    graphdef: Any,
+    params: PyTree,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Verifier,
+    state: SpeculativeState,
+    stop_tokens: jax.Array,
+    until: jax.Array,
+) -> SpeculativeState:
+    """Runs cycles until every row has ended or `cycle` reaches `until`. `state` is donated.
+
+    The batch is inside the loop: a vmapped `while_loop` would copy the cache in every step.
+    """
+    model = nnx.merge(graphdef, params)
+
+    def body(state: SpeculativeState) -> SpeculativeState:
+        rows, cache = state.rows, state.cache
+        draft, drafter_state = jax.vmap(
+            functools.partial(propose, drafter, drafter_params, params)
+        )(rows, cache, state.drafter_state)
+        out, verdict, finite = jax.vmap(
+            functools.partial(verify, model, rule, drafter.taps)
+        )(rows, cache, draft)
+        rows, cache, drafter_state, cycle_counts = jax.vmap(
+            functools.partial(commit, drafter, drafter_params, params, stop_tokens)
+        )(rows, cache, drafter_state, draft, out, verdict, finite)
+        counts = Counts(*(
+            column.at[:, state.cycle].set(value)
+            for column, value in zip(
+                (state.counts.accepted, state.counts.drafted, state.counts.committed),
+                cycle_counts,
+                strict=True,
+            )
+        ))
+        return SpeculativeState(rows, cache, drafter_state, counts, state.cycle + 1)
+
+    def unfinished(state: SpeculativeState) -> jax.Array:
+        return state.rows.running.any() & (state.cycle < until)
+
+    return jax.lax.while_loop(unfinished, body, state)

@@ -1,0 +1,84 @@
+"""Prompt lookup: the text after the last occurrence of the current n-gram is the draft.
+
+Saxena, "Prompt Lookup Decoding" (2023). No network and no training: it pays where the answer
+repeats its prompt or itself, as in summaries, edits and code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Committed, Context, Draft, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """Drafts what followed the longest, then latest, match of the last 1…max_ngram tokens.
+
+    Attributes:
+      num_draft_tokens: K.
+      max_ngram: longest suffix that is looked up.
+    """
+
+    num_draft_tokens: int = 8
+    max_ngram: int = 3
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in ("num_draft_tokens", "max_ngram"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ngram: {name} must be at least 1, got {getattr(self, name)}")
+
+    def init_state(self, max_len: int) -> PyTree:
+        """No state: prompt and output are in the context."""
+        return ()
+
+    def prefill(
+        self, params: PyTree, target_params: PyTree, state: PyTree, chunk: Committed
+    ) -> PyTree:
+        """Nothing to take in."""
+        return state
+
+    def observe(
+        self, params: PyTree, target_params: PyTree, state: PyTree, committed: Committed
+    ) -> PyTree:
+        """Nothing to take in."""
+        return state
+
+    def propose(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        state: PyTree,
+        context: Context,
+        noise: PyTree | None,
+    ) -> tuple[Draft, PyTree]:
+        """All K tokens are valid, or none where even the anchor is new to the text.
+
+        ```
+        tokens   a b c d … a b c │        suffix "a b c", longest match ends at the first c
+                         ▲ copied from here on; past the anchor the copy goes on with itself
+        ```
+
+        For every end position e before the anchor, `matched[e]` counts how many tokens before and
+        at e equal the last ones of the text. Only strictly earlier ends are candidates, so there is
+        always at least one token to copy. A copy that reaches the anchor repeats with the period
+        anchor − e, as in LZ77: a loop of any period is drafted K tokens far.
+        """
+        tokens, anchor = context.tokens, context.length - 1
+        ends = jnp.arange(tokens.shape[0])
+        matched = jnp.zeros_like(ends)
+        equal_so_far = ends < anchor
+        for back in range(self.max_ngram):
+            before = jnp.roll(tokens, back)  # before[e] = tokens[e − back]
+            inside = (ends >= back) & (anchor >= back)
+            equal_so_far &= inside & (before == tokens[anchor - back])
+            matched = matched + equal_so_far
+        end = jnp.argmax(jnp.where(matched > 0, matched * tokens.shape[0] + ends, -1))
+        period = jnp.maximum(anchor - end, 1)
+        copied = tokens[end + 1 + jnp.arange(self.num_draft_tokens) % period]
+        num_valid = jnp.where(matched[end] > 0, self.num_draft_tokens, 0)
+        return Draft(tokens=copied, log_q=None, num_valid=num_valid), state

@@ -1,0 +1,60 @@
+"""τ, J_k, α_k and target passes from per-cycle counts: the one place that defines them.
+
+Counts are numpy arrays of any equal shapes, one entry a cycle; entries whose `committed` is 0 are
+padding (a row that had ended) and count nowhere. All figures are pooled over what they are given.
+
+* `drafted`: valid drafted tokens of the cycle. Where a stop token cut the draft, only those up to
+  it: the ones behind it were never in play.
+* `accepted`: drafted tokens kept, 0…drafted.
+* `committed`: tokens the cycle committed: accepted + 1, the correction or bonus token included;
+  accepted alone where the last of them was a stop token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def target_passes(committed: np.ndarray) -> int:
+    """Forward passes of the target after prefill, one a cycle and row."""
+    return int(np.sum(committed > 0))
+
+
+def tau(committed: np.ndarray) -> float:
+    """τ: tokens committed per cycle. Plain decoding has τ = 1; NaN where there was no cycle."""
+    passes = target_passes(committed)
+    return float(np.sum(committed)) / passes if passes else float("nan")
+
+
+def survival(accepted: np.ndarray, committed: np.ndarray, num_draft_tokens: int) -> np.ndarray:
+    """J_k = Pr[accepted ≥ k] for k = 1…K: per position, *unconditional*.
+
+    τ = 1 + Σ J_k, less the token that a cycle cut short by a stop token did not commit.
+
+    Returns:
+      `[K]` float64.
+    """
+    kept = accepted[committed > 0]
+    return np.array([np.mean(kept >= k) if kept.size else np.nan for k in _ranks(num_draft_tokens)])
+
+
+def alpha(
+    accepted: np.ndarray, drafted: np.ndarray, committed: np.ndarray, num_draft_tokens: int
+) -> np.ndarray:
+    """α_k: accepted / tried at position k, *conditional* on all before it being accepted.
+
+    Draft k was tried where it exists (drafted ≥ k) and k − 1 were accepted.
+
+    Returns:
+      `[K]` float64; NaN where position k was never tried.
+    """
+    alive = committed > 0
+    rates = []
+    for k in _ranks(num_draft_tokens):
+        tried = np.sum(alive & (drafted >= k) & (accepted >= k - 1))
+        rates.append(np.sum(alive & (accepted >= k)) / tried if tried else np.nan)
+    return np.array(rates)
+
+
+def _ranks(num_draft_tokens: int) -> range:
+    return range(1, num_draft_tokens + 1)

@@ -1,0 +1,199 @@
+"""Architecture of a target, read from a Hugging Face `config.json` or from GGUF metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+SUPPORTED = ("llama",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    Attributes:
+      vocab_size, hidden_size, num_layers: V, D, L.
+      intermediate_size: F, width of the gated MLP.
+      num_heads, num_kv_heads, head_dim: H query heads in G groups that share a K/V head.
+      rms_norm_eps: added to the mean square before its root.
+      rope_theta: base of the rotary frequencies theta^(−2i/head_dim).
+      rope_factors: divisor of each of the head_dim/2 frequencies (long-context scaling), or ()
+        for none. One form for what config.json describes and GGUF stores.
+      tie_embeddings: the head is the embedding.
+      context_length: longest sequence the model was made for.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_factors: tuple[float, ...] = ()
+    tie_embeddings: bool = False
+    context_length: int = 2048
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float") and value <= 0:
+                raise ValueError(f"model config: {field.name} must be positive, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model config: num_heads {self.num_heads} is not a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
+            raise ValueError(
+                f"model config: {len(self.rope_factors)} RoPE factors for head_dim "
+                f"{self.head_dim}, expected {self.head_dim // 2}"
+            )
+
+
+def llama3_rope_factors(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_context: int,
+) -> tuple[float, ...]:
+    """Frequency divisors of Llama 3.1's RoPE scaling (Llama 3 report, §3.4.2; `llama3` in HF).
+
+    Wavelengths above original_context / low_freq_factor are stretched by `factor`, those below
+    original_context / high_freq_factor are kept, those between are blended linearly in
+    original_context / wavelength.
+    """
+    factors = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        ratio = original_context / wavelength
+        kept = (ratio - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        factors.append(1.0 / ((1.0 - kept) / factor + kept))
+    return tuple(factors)
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads a Hugging Face `config.json`, of transformers 4 (`rope_theta`, `rope_scaling`) or 5.
+
+    Raises:
+      ValueError: the architecture, or one of its options, is not supported (which is named), or a
+        key is missing.
+    """
+    architecture = raw.get("model_type")
+    if architecture not in SUPPORTED:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+    for key, expected in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("partial_rotary_factor", 1.0),
+    ):
+        if raw.get(key, expected) != expected:
+            raise ValueError(f"config.json: {key}={raw[key]!r} is not supported, only {expected!r}")
+    try:
+        hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
+        head_dim = raw.get("head_dim") or hidden_size // num_heads
+        theta, factors = _rope_from_hf(raw, head_dim)
+        return ModelConfig(
+            vocab_size=raw["vocab_size"],
+            hidden_size=hidden_size,
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_factors=factors,
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+            context_length=raw.get("max_position_embeddings", 2048),
+        )
+    except KeyError as error:
+        raise ValueError(f"config.json: key {error.args[0]!r} is missing") from None
+
+
+def _rope_from_hf(raw: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[float, ...]]:
+    """Base and frequency divisors; transformers 5 keeps both in `rope_parameters`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, ()
+    if kind == "llama3":
+        return theta, llama3_rope_factors(
+            head_dim,
+            theta,
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_context=rope["original_max_position_embeddings"],
+        )
+    raise ValueError(
+        f"config.json: RoPE type {kind!r} is not supported; supported: default, llama3"
+    )
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tied: bool,
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """Reads GGUF metadata (`general.architecture`, `llama.*`).
+
+    Args:
+      metadata: plain Python values by key.
+      vocab_size: rows of the embedding.
+      tied: the file has no `output.weight`.
+      rope_factors: the file's `rope_freqs.weight`, if it has one.
+
+    Raises:
+      ValueError: the architecture or its RoPE scaling is not supported, or a key is missing.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in SUPPORTED:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+
+    def get(key, default=None):
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise ValueError(f"GGUF metadata: key '{architecture}.{key}' is missing")
+        return value
+
+    # llama3 scaling is stored as rope_freqs.weight; these types change the model in other ways.
+    scaling = get("rope.scaling.type", "none")
+    if scaling not in ("none", "llama3"):
+        raise ValueError(f"GGUF metadata: RoPE scaling {scaling!r} is not supported")
+    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length", hidden_size // num_heads)
+    rotated = get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ValueError(f"GGUF metadata: RoPE on {rotated} of {head_dim} dims is not supported")
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=get("feed_forward_length"),
+        num_layers=get("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=get("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        rope_theta=get("rope.freq_base", 10000.0),
+        rope_factors=rope_factors,
+        tie_embeddings=tied,
+        context_length=get("context_length", 2048),
+    )

@@ -1,0 +1,60 @@
+"""A loaded target: architecture, weights and tokenizer in one object."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """The model whose text is to be kept exactly.
+
+    Attributes:
+      name: where it came from, for messages and results.
+      config: its architecture.
+      params: nested dict of arrays, passed to jitted functions as an argument.
+      graphdef: the static half of `nnx.split`; `nnx.merge(graphdef, params)` is the Transformer.
+      tokenizer: with its chat template, if there is one; None where only token ids are used.
+      stop_tokens: ids that end a row (end of sequence, end of turn).
+    """
+
+    name: str
+    config: ModelConfig
+    params: Any
+    graphdef: Any
+    tokenizer: PreTrainedTokenizerFast | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Type of the weights, in which the model computes."""
+        return self.params["embedding"].dtype
+
+
+def abstract_model(config: ModelConfig, dtype: jax.typing.DTypeLike) -> tuple[Any, Any]:
+    """The graph definition, and the params as shapes and types, without allocating anything."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def random_target(
+    config: ModelConfig, seed: int = 0, *, dtype: jax.typing.DTypeLike = jnp.float32, **fields
+) -> Target:
+    """A target with random weights, for tests and for measuring shapes without a checkpoint.
+
+    `fields` are passed to `Target` (tokenizer, stop_tokens).
+    """
+    graphdef, state = nnx.split(Transformer(config, rngs=nnx.Rngs(seed), dtype=dtype))
+    return Target("random", config, nnx.to_pure_dict(state), graphdef, **fields)

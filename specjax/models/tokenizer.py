@@ -1,0 +1,189 @@
+"""Tokenizers and chat templates, from a Hugging Face folder or from a GGUF file's metadata.
+
+`transformers` is imported when the first tokenizer is made; it needs no torch for this.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+# How GGUF's pre-tokenizer names split text before byte-pair encoding.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
+
+
+def _transformers():
+    # Otherwise the import prints that it found no torch, which specjax does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
+def tokenizer_from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face folder.
+
+    Raises:
+      ValueError: the folder has none that can be read.
+    """
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds here, KeyError among them
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"{folder}: no readable tokenizer: {reason[0] if reason else error!r}") from error
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Builds the tokenizer that GGUF metadata describes (`tokenizer.ggml.*`).
+
+    Raises:
+      ValueError: the tokenizer model or its pre-tokenizer is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level_bpe(metadata)
+    elif kind == "llama":
+        backend = _sentencepiece_bpe(metadata)
+    else:
+        raise ValueError(f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
+    from tokenizers import AddedToken
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    for whole, add in (
+        (_CONTROL, backend.add_special_tokens),
+        (_USER_DEFINED, backend.add_tokens),
+    ):
+        add([
+            AddedToken(token, normalized=False, special=whole == _CONTROL)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind == whole
+        ])
+
+    def special(name):
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return None if index is None else tokens[index]
+
+    _add_edges(backend, metadata, special("bos"), special("eos"))
+    return _transformers().PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=special("bos"),
+        eos_token=special("eos"),
+        unk_token=special("unknown"),
+        pad_token=special("padding"),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    splits = {
+        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        "smollm": [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ],
+        "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), byte_level],
+    }
+    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    name = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}.get(name, name)
+    if name not in splits:
+        raise ValueError(
+            f"GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(splits)}"
+        )
+    vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    # Llama 3's own tokenizer takes a word that is in the vocabulary without merging it.
+    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=name == "llama-bpe"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits[name])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Llama 2's: pieces with scores; a pair merges where its union is a piece, best score first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [
+        (-scores[index], index, (token[:cut], token[cut:]))
+        for token, index in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    backend = Tokenizer(
+        models.BPE(
+            vocab, [pair for *_, pair in sorted(merges)], unk_token=unknown, fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)] * prefix
+    )
+    return backend
+
+
+def _add_edges(backend: Tokenizer, metadata: Mapping[str, Any], bos: str, eos: str) -> None:
+    """Adds the begin and end tokens around a text, where the file asks for them."""
+    from tokenizers import processors
+
+    # Files made before the flag existed: llama.cpp adds BOS to a sentencepiece vocabulary.
+    old = metadata["tokenizer.ggml.model"] == "llama"
+    first = bos if metadata.get("tokenizer.ggml.add_bos_token", old) else None
+    last = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    edges = [token for token in (first, last) if token]
+    if edges:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*([first] if first else []), "$A", *([last] if last else [])],
+            special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(edges)],
+        )
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str, *, chat: bool) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+      tokenizer: the target's.
+      text: the prompt.
+      chat: render it as a user's turn through the chat template, with the assistant's header
+        after it; otherwise the text is encoded as it is.
+    """
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
+    """Splits the decoded text by token; a character cut across tokens goes to its last token."""
+    texts, before = [], ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            texts.append("")  # the character's other bytes are still to come
+            continue
+        texts.append(text[len(before) :])
+        before = text
+    return texts
