@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m experiments.demo
+	$(BIN)/python -m experiments.generate --target=smollm2 --drafter=ngram --compare --transcript \
+	  --prompt="Repeat this text word for word: A cheap drafter proposes a few tokens. The target checks them all in one forward pass. A cheap drafter that is often right makes the target faster." \
+	  --prompt="Write a Python function that returns the n-th Fibonacci number." \
+	  --prompt="Why is the sky blue?"
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -27,7 +27,7 @@ class StopReason(enum.IntEnum):
     EOS = 1  # a stop token was committed; it is the last token of the row
     LENGTH = 2  # max_new_tokens were committed
     CACHE_FULL = 3  # max_len was reached before max_new_tokens
-    NAN = 4  # the target's output was not finite; nothing of that cycle was committed
+    NAN = 4  # the target's output after the last token of the row was not finite
 
 
 @jax.tree_util.register_dataclass

@@ -40,7 +40,7 @@ def plain_loop(
         logits = model.head(out.hidden)
         # Through `finite` the write depends on what was read; see `write_rows`.
         finite = jnp.isfinite(logits.max())
-        row, committed = append(row, argmax(logits), jnp.int32(1), finite, stop_tokens)
+        row, committed = append(row, argmax(logits), finite.astype(int), finite, stop_tokens)
         return row, write_rows(cache, out.rows, position, committed)
 
     def body(state: PlainState) -> PlainState:

@@ -100,7 +100,7 @@ def decode(
         def run(state, until):
             return speculative_loop(
                 target.graphdef, target.params, drafter, drafter_params, RULES[rule], state,
-                stops, until,
+                stops, until, widths=(1, drafter.num_draft_tokens + 1),
             )  # fmt: skip
 
     state = _run_to_the_end(run, state, size, ids, progress)
@@ -188,15 +188,15 @@ def _rows(ids: list[np.ndarray], budgets: np.ndarray, size: int, max_len: int) -
     lengths = np.array([len(prompt) for prompt in ids], np.int32)
     wanted = lengths + budgets
     full = wanted > max_len
-    return Row(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(lengths),
-        limit=jnp.asarray(np.minimum(wanted, max_len), jnp.int32),
-        limit_status=jnp.asarray(
-            np.where(full, StopReason.CACHE_FULL, StopReason.LENGTH), jnp.int32
-        ),
-        status=jnp.full(len(ids), StopReason.RUNNING, jnp.int32),
+    row = Row(
+        tokens=tokens,
+        length=lengths,
+        limit=np.minimum(wanted, max_len),
+        limit_status=np.where(full, StopReason.CACHE_FULL, StopReason.LENGTH),
+        status=np.full(len(ids), StopReason.RUNNING),
     )
+    # Through numpy: a weakly typed array here would compile the loop a second time.
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.int32)), row)
 
 
 def _broadcast(tree: PyTree, batch: int) -> PyTree:
@@ -213,9 +213,8 @@ def _run_to_the_end(
     """Runs the loop in one call, or in pieces of a few cycles where progress is wanted."""
     if progress is None:
         return run(state, jnp.int32(cycles))
-    # Copies: `run` donates the state.
-    done, total = sum(len(row) for row in ids), int(np.asarray(state.rows.limit).sum())
-    prompt_tokens = done
+    prompt_tokens = sum(len(row) for row in ids)
+    total = int(np.asarray(state.rows.limit).sum())
     for until in range(REPORT_EVERY, cycles + REPORT_EVERY, REPORT_EVERY):
         state = run(state, jnp.int32(until))
         done = int(np.asarray(state.rows.length).sum())

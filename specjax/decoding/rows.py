@@ -45,14 +45,13 @@ def append(
 ) -> tuple[Row, jax.Array]:
     """Commits the first `count` new tokens, up to and including the first stop token.
 
-    A row that has ended stays as it is. One whose target output was not finite ends here, with
-    nothing committed.
+    A row that has ended stays as it is.
 
     Args:
       row: a sequence.
       new_tokens: `[T]` int32.
       count: `[]` int32, 0…T; at most limit − length.
-      finite: `[]` bool, whether the target's output can be trusted.
+      finite: `[]` bool, False where the target gave no token after these; the row ends here.
       stop_tokens: `[n]` int32.
 
     Returns:
@@ -61,16 +60,15 @@ def append(
     slots = jnp.arange(new_tokens.shape[0])
     stops = (new_tokens[:, None] == stop_tokens).any(-1) & (slots < count)
     until_stop = jnp.where(stops.any(), jnp.argmax(stops) + 1, count)
-    committed = jnp.where(row.running & finite, until_stop, 0)
+    committed = jnp.where(row.running, until_stop, 0)
     size = row.tokens.shape[0]
     index = jnp.where(slots < committed, row.length + slots, size)
     length = row.length + committed
-    status = jnp.where(
-        stops.any(),
-        StopReason.EOS,
-        jnp.where(length >= row.limit, row.limit_status, StopReason.RUNNING),
+    status = jnp.select(
+        [stops.any(), ~finite, length >= row.limit],
+        [StopReason.EOS, StopReason.NAN, row.limit_status],
+        StopReason.RUNNING,
     )
-    status = jnp.where(finite, status, StopReason.NAN)
     row = dataclasses.replace(
         row,
         tokens=row.tokens.at[index].set(new_tokens, mode="drop"),

@@ -68,22 +68,35 @@ def verify(
     model: Transformer,
     rule: Verifier,
     taps: tuple[int, ...],
+    width: int,
     row: Row,
     cache: KVCache,
     draft: Draft,
 ) -> tuple[Output, Verdict, jax.Array]:
-    """One forward pass over [anchor, draft], and the rule on its logits.
+    """One forward pass over [anchor, first width − 1 drafts], and the rule on its logits.
+
+    No more than width − 1 drafts may be valid. The output is padded to K + 1 tokens, so that
+    passes of different widths can be branches of one `lax.switch`.
 
     Returns:
-      The pass's output, the verdict, and whether the logits that count are finite.
+      The pass's output, the verdict, and whether the logits it stands on are finite.
     """
-    block = jnp.concatenate([row.anchor[None], draft.tokens])
-    slots = jnp.arange(block.shape[0])
+    num_draft_tokens = draft.tokens.shape[0]
+    draft = dataclasses.replace(draft, tokens=draft.tokens[: width - 1])
+    block = jnp.append(row.anchor, draft.tokens)
+    slots = jnp.arange(width)
     start = row.length - 1
-    out = model(block, start + slots, cache, start, causal_mask(block.shape[0]), taps)
+    out = model(block, start + slots, cache, start, causal_mask(width), taps)
     logits = model.head(out.hidden)
-    finite = (jnp.isfinite(logits.max(-1)) | (slots > draft.num_valid)).all()
-    return out, rule(draft, logits, None, None), finite
+    verdict = rule(draft, logits, None, None)
+    finite = (jnp.isfinite(logits.max(-1)) | (slots > verdict.accepted)).all()
+    return out.padded_to(num_draft_tokens + 1), verdict, finite
+
+
+def narrowest(widths: tuple[int, ...], rows: Row, drafts: Draft) -> jax.Array:
+    """Index of the narrowest pass that holds the longest draft of a row that still runs."""
+    longest = jnp.where(rows.running, drafts.num_valid, 0).max()
+    return jnp.searchsorted(jnp.asarray(widths), longest + 1)
 
 
 def commit(
@@ -101,6 +114,8 @@ def commit(
 ) -> tuple[Row, KVCache, PyTree, tuple[jax.Array, jax.Array, jax.Array]]:
     """Appends the accepted tokens and the next one, and writes the rows they stand on.
 
+    Where the logits are not finite, the accepted tokens are appended without a next one.
+
     Returns:
       Row, cache, drafter state, and (accepted, drafted, committed) of this cycle.
     """
@@ -109,11 +124,11 @@ def commit(
     new_tokens = jnp.where(jnp.arange(width) < verdict.accepted, padded, verdict.next_token)
     block = jnp.append(row.anchor, draft.tokens)
     start = row.length - 1
-    row, committed = append(row, new_tokens, verdict.accepted + 1, finite, stop_tokens)
+    row, committed = append(row, new_tokens, verdict.accepted + finite, finite, stop_tokens)
     cache = write_rows(cache, out.rows, start, committed)
     moved = Committed(block, out.features, new_tokens, start, committed)
     state = drafter.observe(drafter_params, params, state, moved)
-    # Where a stop token cut the cycle short, only the drafts up to it were in play.
+    # Where a stop token (or NaN) cut the cycle short, only the drafts up to it were in play.
     cut = committed <= verdict.accepted
     accepted = jnp.minimum(verdict.accepted, committed)
     drafted = jnp.where(cut, accepted, draft.num_valid)
@@ -121,7 +136,7 @@ def commit(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "drafter", "rule"), donate_argnames=("state",)
+    jax.jit, static_argnames=("graphdef", "drafter", "rule", "widths"), donate_argnames=("state",)
 )
 def speculative_loop(
     graphdef: Any,
@@ -132,10 +147,14 @@ def speculative_loop(
     state: SpeculativeState,
     stop_tokens: jax.Array,
     until: jax.Array,
+    *,
+    widths: tuple[int, ...],
 ) -> SpeculativeState:
     """Runs cycles until every row has ended or `cycle` reaches `until`. `state` is donated.
 
     The batch is inside the loop: a vmapped `while_loop` would copy the cache in every step.
+    `widths` are the tokens of the compiled verification passes, ascending, K + 1 the last; each
+    cycle takes the narrowest that holds its drafts, so a cycle without any costs a plain step.
     """
     model = nnx.merge(graphdef, params)
 
@@ -144,9 +163,14 @@ def speculative_loop(
         draft, drafter_state = jax.vmap(
             functools.partial(propose, drafter, drafter_params, params)
         )(rows, cache, state.drafter_state)
-        out, verdict, finite = jax.vmap(
-            functools.partial(verify, model, rule, drafter.taps)
-        )(rows, cache, draft)
+        passes = [
+            jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))
+            for width in widths
+        ]
+        # The branches return rows of K/V, never caches: a cache would be copied whole.
+        out, verdict, finite = jax.lax.switch(
+            narrowest(widths, rows, draft), passes, rows, cache, draft
+        )
         rows, cache, drafter_state, cycle_counts = jax.vmap(
             functools.partial(commit, drafter, drafter_params, params, stop_tokens)
         )(rows, cache, drafter_state, draft, out, verdict, finite)

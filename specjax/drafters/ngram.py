@@ -16,21 +16,27 @@ from specjax.types import Committed, Context, Draft, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """Drafts what followed the longest, then latest, match of the last 1…max_ngram tokens.
+    """Drafts what followed the longest, then latest, match of the text's last tokens.
 
     Attributes:
       num_draft_tokens: K.
       max_ngram: longest suffix that is looked up.
+      min_ngram: shortest match that is drafted from. With 1 more cycles have a draft; with 2 fewer
+        drafts are wrong, which pays where verifying K + 1 tokens costs much more than one.
     """
 
     num_draft_tokens: int = 8
     max_ngram: int = 3
+    min_ngram: int = 1
     taps: tuple[int, ...] = ()
 
     def __post_init__(self):
-        for name in ("num_draft_tokens", "max_ngram"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ngram: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"expected 1 ≤ min_ngram ≤ max_ngram, got {self.min_ngram} and {self.max_ngram}"
+            )
 
     def init_state(self, max_len: int) -> PyTree:
         """No state: prompt and output are in the context."""
@@ -56,7 +62,7 @@ class NGram:
         context: Context,
         noise: PyTree | None,
     ) -> tuple[Draft, PyTree]:
-        """All K tokens are valid, or none where even the anchor is new to the text.
+        """All K tokens are valid, or none where no match is long enough.
 
         ```
         tokens   a b c d … a b c │        suffix "a b c", longest match ends at the first c
@@ -80,5 +86,5 @@ class NGram:
         end = jnp.argmax(jnp.where(matched > 0, matched * tokens.shape[0] + ends, -1))
         period = jnp.maximum(anchor - end, 1)
         copied = tokens[end + 1 + jnp.arange(self.num_draft_tokens) % period]
-        num_valid = jnp.where(matched[end] > 0, self.num_draft_tokens, 0)
+        num_valid = jnp.where(matched[end] >= self.min_ngram, self.num_draft_tokens, 0)
         return Draft(tokens=copied, log_q=None, num_valid=num_valid), state

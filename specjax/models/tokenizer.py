@@ -30,12 +30,15 @@ def _transformers():
     return transformers
 
 
-def tokenizer_from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face folder.
+def tokenizer_from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a Hugging Face folder; None where it has no tokenizer files.
 
     Raises:
-      ValueError: the folder has none that can be read.
+      ValueError: the files cannot be read.
     """
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((folder / name).exists() for name in files):
+        return None
     try:
         return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here, KeyError among them
@@ -49,13 +52,18 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     Raises:
       ValueError: the tokenizer model or its pre-tokenizer is not supported.
     """
+    builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        backend = _byte_level_bpe(metadata)
-    elif kind == "llama":
-        backend = _sentencepiece_bpe(metadata)
-    else:
-        raise ValueError(f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
+    if kind not in builders:
+        raise ValueError(
+            f"GGUF tokenizer {kind!r} is not supported; supported: {', '.join(builders)}"
+        )
+    try:
+        backend = builders[kind](metadata)
+    except ValueError:
+        raise
+    except Exception as error:  # a missing key, or `tokenizers`, which raises Exception itself
+        raise ValueError(f"GGUF tokenizer {kind!r} is damaged: {error}") from error
     from tokenizers import AddedToken
 
     tokens = metadata["tokenizer.ggml.tokens"]

@@ -33,6 +33,16 @@ class Output:
     features: jax.Array
     rows: KVCache
 
+    def padded_to(self, length: int) -> Output:
+        """The same with zeros behind, as if the pass had run over `length` tokens."""
+
+        def pad(x, axis):
+            missing = length - x.shape[axis]
+            return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+        rows = jax.tree.map(lambda x: pad(x, 1), self.rows)
+        return Output(pad(self.hidden, 0), pad(self.features, 0), rows)
+
 
 def causal_mask(length: int) -> jax.Array:
     """`[T, T]`: token i sees tokens 0…i of its own block."""
@@ -77,24 +87,24 @@ def attend(
     Returns:
       `[T, G, n, d]`.
     """
-    queries = queries * (queries.shape[-1] ** -0.5)
+    length, groups, per_group, size = queries.shape
+    queries = (queries * size**-0.5).transpose(1, 2, 0, 3).reshape(groups, -1, size)
 
-    def scores(rows, visible):
-        product = jnp.einsum("tgnd,gsd->gnts", queries, rows, preferred_element_type=jnp.float32)
-        return jnp.where(visible, product, -jnp.inf)
+    def product(left, right, axis):
+        # Spelled out, because einsum would put the long operand first and transpose its result.
+        contract = (((2,), (axis,)), ((0,), (0,)))
+        return jax.lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
 
-    past = scores(cache_keys, jnp.arange(cache_keys.shape[1]) < cache_len)
-    block = scores(keys, block_mask)
+    visible = jnp.arange(cache_keys.shape[1]) < cache_len
+    past = jnp.where(visible, product(queries, cache_keys, 2), -jnp.inf)
+    block = jnp.where(jnp.tile(block_mask, (per_group, 1)), product(queries, keys, 2), -jnp.inf)
     peak = jnp.maximum(block.max(-1), past.max(-1))[..., None]
     past, block = jnp.exp(past - peak), jnp.exp(block - peak)
     total = past.sum(-1) + block.sum(-1)
-
-    def weighted(weights, rows):
-        weights = weights.astype(rows.dtype)
-        return jnp.einsum("gnts,gsd->gntd", weights, rows, preferred_element_type=jnp.float32)
-
-    mixed = (weighted(past, cache_values) + weighted(block, values)) / total[..., None]
-    return jnp.moveaxis(mixed, 2, 0).astype(queries.dtype)
+    mixed = product(past.astype(values.dtype), cache_values, 1)
+    mixed += product(block.astype(values.dtype), values, 1)
+    mixed = (mixed / total[..., None]).reshape(groups, per_group, length, size)
+    return mixed.transpose(2, 0, 1, 3).astype(keys.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -145,9 +155,11 @@ class Block(nnx.Module):
         keys = rotate(keys, cos, sin).swapaxes(0, 1)
         values = values.swapaxes(0, 1)
         mixed = attend(queries, keys, values, cache_keys, cache_values, cache_len, block_mask)
-        x = x + jnp.einsum("tgnh,gnhd->td", mixed, self.attention_out[...])
+        # Flattened, because einsum over three axes would transpose the weight in every step.
+        width = x.shape[-1]
+        x = x + mixed.reshape(len(x), -1) @ self.attention_out[...].reshape(-1, width)
         gate_up = jnp.einsum("td,dcf->tcf", self.mlp_norm(x), self.gate_up[...])
-        x = x + jnp.einsum("tf,fd->td", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+        x = x + (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
         return x, keys, values
 
 

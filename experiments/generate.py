@@ -1,0 +1,167 @@
+"""Answers prompts speculatively.
+
+  python -m experiments.generate --target=smollm2 --drafter=ngram --prompt="Why is the sky blue?"
+
+`--compare` also decodes plainly and reports speed-up and whether the text is the same;
+`--transcript` colours each token by its origin; `--json=FILE` writes all figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.text import Text
+
+import specjax
+from experiments import launch
+from specjax import drafters
+from specjax.evaluation.compare import Comparison, compare, worst
+from specjax.evaluation.transcript import legend
+from specjax.types import DecodeResult
+
+_TARGET = flags.DEFINE_string(
+    "target", None, "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
+)
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", "Drafter: none, ngram.")
+_PROMPTS = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
+_CHAT = flags.DEFINE_bool(
+    "chat", None, "Render prompts through the chat template. Default: where the target has one."
+)
+_NUM_DRAFT_TOKENS = flags.DEFINE_integer("num_draft_tokens", 8, "K, drafted tokens a cycle.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_MAX_LEN = flags.DEFINE_integer(
+    "max_len", None, "Rows of the KV cache: prompt and answer. Default: what they need."
+)
+_COMPARE = flags.DEFINE_bool("compare", False, "Also decode plainly; report speed-up and identity.")
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "Timed runs of each with --compare, after one that compiles.", lower_bound=1
+)
+_TRANSCRIPT = flags.DEFINE_bool("transcript", False, "Colour each token by its origin.")
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+
+
+def main() -> None:
+    """Loads the target, answers each prompt by itself, prints, writes."""
+    if not _TARGET.value:
+        raise ValueError("--target is missing: a model folder, a GGUF file, a hub id, or smollm2")
+    if not _PROMPTS.value:
+        raise ValueError('--prompt is missing: for instance --prompt="Why is the sky blue?"')
+    if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
+        raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
+    options = {} if _DRAFTER.value == "none" else {"num_draft_tokens": _NUM_DRAFT_TOKENS.value}
+    drafter = drafters.drafter_from_name(_DRAFTER.value, **options)
+    with launch.progress() as report:
+        target = specjax.load_target(_TARGET.value, progress=report)
+    answers = []
+    for prompt in _PROMPTS.value:
+        with launch.progress() as report:
+            result, comparison = answer(target, drafter, prompt, report)
+        show(prompt, result, comparison)
+        answers.append((result, comparison))
+    if _JSON.value:
+        figures = summary(target, answers)
+        pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+
+
+def answer(
+    target: Any, drafter: Any, prompt: str, report: Any
+) -> tuple[DecodeResult, Comparison | None]:
+    """The answer to one prompt, and the comparison with plain decoding if it was asked for."""
+    options = {
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "max_len": _MAX_LEN.value,
+        "chat": _CHAT.value,
+    }
+    # First with progress (this compiles); the timed runs are left alone.
+    result = specjax.decode(target, drafter, prompt, progress=report, **options)
+    if specjax.StopReason.NAN in result.stop_reason:
+        raise FloatingPointError(
+            f"the target's output is not finite after {len(result.tokens[0])} tokens of the answer "
+            f"to {prompt!r}; are its weights damaged, or its type {target.dtype} too narrow?"
+        )
+    if not _COMPARE.value:
+        return result, None
+    comparison = compare(target, drafter, prompt, repeats=_REPEATS.value, **options)
+    return comparison.speculative, comparison
+
+
+def show(prompt: str, result: DecodeResult, comparison: Comparison | None) -> None:
+    """Prints one answer and its figures."""
+    console = Console(highlight=False)
+    console.print(Text(f"> {prompt}", style="bold"))
+    if _TRANSCRIPT.value:
+        console.print(specjax.transcript(result))
+        console.print(legend())
+    else:
+        console.print(Text(result.texts[0]))
+    if result.num_draft_tokens:
+        console.print(
+            f"τ {result.tau:.2f} tokens a cycle: {len(result.tokens[0])} tokens in "
+            f"{result.target_passes} target passes; ended by {result.stop_reason[0].name}"
+        )
+    if comparison:
+        console.print(
+            f"plain {comparison.plain_tokens_per_second:.1f} tokens/s, speculative "
+            f"{comparison.speculative_tokens_per_second:.1f} tokens/s, speed-up "
+            f"{comparison.speedup:.2f}×, identical: {comparison.identical}"
+        )
+    console.print()
+
+
+def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str, Any]:
+    """The figures of one answer."""
+
+    def listed(values):
+        return [None if np.isnan(value) else float(value) for value in values]
+
+    return {
+        "prompt_tokens": len(result.prompts[0]),
+        "tokens": result.tokens[0].tolist(),
+        "text": result.texts[0],
+        "stop_reason": result.stop_reason[0].name,
+        "target_passes": result.target_passes,
+        "tau": result.tau,
+        "alpha": listed(result.alpha),
+        "survival": listed(result.survival),
+        "plain_tokens_per_second": comparison and comparison.plain_tokens_per_second,
+        "speculative_tokens_per_second": comparison and comparison.speculative_tokens_per_second,
+        "speedup": comparison and comparison.speedup,
+        "identical": comparison and comparison.identical,
+    }
+
+
+def summary(
+    target: Any, answers: list[tuple[DecodeResult, Comparison | None]]
+) -> dict[str, Any]:
+    """All figures: of every answer, pooled over them, and where they were measured."""
+    rows = [figures_of(*pair) for pair in answers]
+    seconds = {
+        kind: sum(len(row["tokens"]) / row[f"{kind}_tokens_per_second"] for row in rows)
+        for kind in ("plain", "speculative")
+        if _COMPARE.value
+    }
+    return {
+        "tau": sum(len(row["tokens"]) for row in rows) / sum(row["target_passes"] for row in rows),
+        "speedup": seconds["plain"] / seconds["speculative"] if seconds else None,
+        "identical": worst([row["identical"] for row in rows]) if seconds else None,
+        "target": target.name,
+        "drafter": _DRAFTER.value,
+        "num_draft_tokens": answers[0][0].num_draft_tokens,
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "dtype": target.dtype.name,
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+        "answers": [{"prompt": p, **row} for p, row in zip(_PROMPTS.value, rows, strict=True)],
+    }
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,87 @@
+"""Tokenizers built from GGUF metadata, worked by hand; text split by token."""
+
+from __future__ import annotations
+
+import pytest
+
+from specjax.models.tokenizer import token_texts, tokenizer_from_gguf
+
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+PIECES = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab"]
+# "bc" scores above "ab": in "abc" the pair b c merges first, and "ab" then has no b to take.
+SCORES = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -2.0, -1.0, -3.0, -4.0]
+
+
+def sentencepiece(**changes):
+    return tokenizer_from_gguf({
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.scores": SCORES,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 8,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    })
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("abc", ["<s>", "▁a", "bc"]),
+        ("ab", ["<s>", "▁ab"]),
+        ("b ab", ["<s>", "▁", "b", "▁ab"]),
+        ("é", ["<s>", "▁", "<0xC3>", "<0xA9>"]),
+        ("a</s>", ["<s>", "▁a", "</s>"]),
+    ],
+)
+def test_llama2_pieces_merge_by_score(text, pieces):
+    tokenizer = sentencepiece()
+    ids = tokenizer(text).input_ids
+    assert [PIECES[index] for index in ids] == pieces
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("</s>")
+
+
+def test_edges_are_added_as_the_file_says():
+    def edges(**changes):
+        return [PIECES[index] for index in sentencepiece(**changes)("ab").input_ids]
+
+    assert edges(add_bos_token=False) == ["▁ab"]
+    assert edges(add_eos_token=True) == ["<s>", "▁ab", "</s>"]
+    assert edges(add_space_prefix=False) == ["<s>", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["it", "'s", "Ġ12345", "ĠA"]),
+        ("default", ["it", "'s", "Ġ12345", "ĠA"]),
+        ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠA"]),
+        ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĠA"]),
+    ],
+)
+def test_pre_tokenizers_split_as_they_should(pre, words):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["x"],
+        "tokenizer.ggml.merges": [],
+    }
+    backend = tokenizer_from_gguf(metadata).backend_tokenizer
+    split = backend.pre_tokenizer.pre_tokenize_str("it's 12345 A")
+    assert [word for word, _ in split] == words
+
+
+def test_damaged_metadata_is_named():
+    with pytest.raises(ValueError, match="GGUF tokenizer 'gpt2' is damaged: 'tokenizer.ggml.tokens'"):
+        tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2"})
+
+
+def test_a_character_cut_across_tokens_goes_to_its_last_one():
+    tokenizer = sentencepiece()
+    ids = tokenizer("aéb").input_ids
+    texts = token_texts(tokenizer, ids)
+    assert texts == ["<s>", " a", "", "é", "b"]
+    assert "".join(texts) == tokenizer.decode(ids)
+    # Where the text ends inside a character, what there is of it is still shown.
+    assert "".join(token_texts(tokenizer, ids[:3])) == tokenizer.decode(ids[:3])
