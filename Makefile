@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.generate --target=smollm2 --drafter=ngram --compare --transcript \
-	  --prompt="Repeat this text word for word: A cheap drafter proposes a few tokens. The target checks them all in one forward pass. A cheap drafter that is often right makes the target faster." \
-	  --prompt="Write a Python function that returns the n-th Fibonacci number." \
+	  --prompt="Here is a text: A cheap drafter proposes a few tokens. The target checks them all in one forward pass. A drafter that is often right makes the target faster. Write the same text again." \
+	  --prompt="Write HTML for a table with 5 rows and 3 columns." \
 	  --prompt="Why is the sky blue?"
 
 test: $(VENV)/.installed

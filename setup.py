@@ -31,7 +31,13 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda12]"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "nbclient>=0.10", "ipykernel>=6.29", "ruff>=0.9"],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
+            "ruff>=0.9",
+        ],
         "parity": ["torch>=2.4", "accelerate>=1.0"],
     },
     classifiers=[

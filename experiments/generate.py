@@ -56,6 +56,8 @@ def main() -> None:
         raise ValueError('--prompt is missing: for instance --prompt="Why is the sky blue?"')
     if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
+    if _JSON.value and not pathlib.Path(_JSON.value).parent.is_dir():
+        raise FileNotFoundError(f"--json={_JSON.value}: there is no such folder")
     options = {} if _DRAFTER.value == "none" else {"num_draft_tokens": _NUM_DRAFT_TOKENS.value}
     drafter = drafters.drafter_from_name(_DRAFTER.value, **options)
     with launch.progress() as report:
@@ -80,22 +82,25 @@ def answer(
         "max_len": _MAX_LEN.value,
         "chat": _CHAT.value,
     }
-    # First with progress (this compiles); the timed runs are left alone.
-    result = specjax.decode(target, drafter, prompt, progress=report, **options)
+    if _COMPARE.value:
+        comparison = compare(
+            target, drafter, prompt, repeats=_REPEATS.value, progress=report, **options
+        )
+        result = comparison.speculative
+    else:
+        comparison = None
+        result = specjax.decode(target, drafter, prompt, progress=report, **options)
     if specjax.StopReason.NAN in result.stop_reason:
         raise FloatingPointError(
             f"the target's output is not finite after {len(result.tokens[0])} tokens of the answer "
             f"to {prompt!r}; are its weights damaged, or its type {target.dtype} too narrow?"
         )
-    if not _COMPARE.value:
-        return result, None
-    comparison = compare(target, drafter, prompt, repeats=_REPEATS.value, **options)
-    return comparison.speculative, comparison
+    return result, comparison
 
 
 def show(prompt: str, result: DecodeResult, comparison: Comparison | None) -> None:
     """Prints one answer and its figures."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"> {prompt}", style="bold"))
     if _TRANSCRIPT.value:
         console.print(specjax.transcript(result))
@@ -138,9 +143,7 @@ def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str,
     }
 
 
-def summary(
-    target: Any, answers: list[tuple[DecodeResult, Comparison | None]]
-) -> dict[str, Any]:
+def summary(target: Any, answers: list[tuple[DecodeResult, Comparison | None]]) -> dict[str, Any]:
     """All figures: of every answer, pooled over them, and where they were measured."""
     rows = [figures_of(*pair) for pair in answers]
     seconds = {

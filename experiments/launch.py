@@ -7,7 +7,10 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
-from absl import app, flags
+import jax
+from absl import app, flags, logging
+
+from specjax.checkpoints import download
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.")
 
@@ -34,6 +37,8 @@ def run(main: Callable[[], None]) -> None:
         return rest
 
     def guarded(_: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # else jax tells of every device it does not find
+        jax.config.update("jax_compilation_cache_dir", str(download.cache_dir() / "xla"))
         try:
             main()
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""specjax: speculative decoding in JAX. Train drafters, decode with them, and know how good they are."""
+"""specjax: speculative decoding in JAX, lossless and measured."""
 
 from specjax import drafters
 from specjax.checkpoints.load import load_target

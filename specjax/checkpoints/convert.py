@@ -51,9 +51,7 @@ def _recipes(config: ModelConfig) -> Iterator[_Recipe]:
     def fuse_gate_up(gate, up):
         return np.stack([gate.T, up.T], axis=1)
 
-    yield _Recipe(
-        ("embedding",), {"model.embed_tokens.weight": (config.vocab_size, depth)}, same
-    )
+    yield _Recipe(("embedding",), {"model.embed_tokens.weight": (config.vocab_size, depth)}, same)
     for i in range(config.num_layers):
         hf, block = f"model.layers.{i}", ("blocks", i)
         norm = {f"{hf}.input_layernorm.weight": (depth,)}

@@ -69,7 +69,9 @@ def _dequantize(path: pathlib.Path, stored: Any, permuted_heads: int | None) -> 
         values = gguf.quants.dequantize(stored.data, stored.tensor_type)
     except NotImplementedError:
         kind = stored.tensor_type.name
-        raise ValueError(f"{path}: {stored.name} is stored as {kind}, which cannot be read") from None
+        raise ValueError(
+            f"{path}: {stored.name} is stored as {kind}, which cannot be read"
+        ) from None
     if permuted_heads:
         # llama-architecture q and k are stored for interleaved RoPE: rows (pair, half) of each head
         # go back to (half, pair).

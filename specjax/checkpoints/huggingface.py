@@ -57,9 +57,7 @@ def _file_tensors(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "numpy") as file:
             return {
-                name: Tensor(
-                    tuple(file.get_slice(name).get_shape()), lambda name=name: read(name)
-                )
+                name: Tensor(tuple(file.get_slice(name).get_shape()), lambda name=name: read(name))
                 for name in file.keys()  # noqa: SIM118 (safe_open is no mapping)
             }
     except SafetensorError as error:

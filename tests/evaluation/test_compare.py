@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +55,17 @@ def test_two_tokens_with_equal_logits_are_a_near_tie(tiny, result):
     # Both must be near the top: two equal logits far below it are no excuse.
     low = int(jnp.argsort(head @ jnp.ones(32))[0])
     assert not near_tie(tied, np.asarray(PROMPT), (best, low))
+
+
+def test_bfloat16_text_differs_by_near_ties_at_most(tiny):
+    """In half precision passes of different widths round differently; nothing else may differ."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params)
+    target = dataclasses.replace(tiny, params=half)
+    prompts = np.random.default_rng(0).integers(0, 61, (16, 6)).tolist()
+    plain, speculative = (
+        specjax.decode(target, drafter, prompts, max_new_tokens=50) for drafter in (None, NGram(4))
+    )
+    assert identical(target, plain, speculative) != "no"
 
 
 def test_the_worst_row_counts():

@@ -40,8 +40,7 @@ def test_origins_of_a_real_run_match_its_counts(tiny):
 
 def test_text_and_colours():
     pieces = ["▁a", "b", "c", "<0xC3>", "<0xA9>", "▁ab", "a", "b", "</s>"]
-    text = specjax.transcript(result([PIECES.index(p) for p in pieces],
-                                     CYCLES, sentencepiece()))
+    text = specjax.transcript(result([PIECES.index(p) for p in pieces], CYCLES, sentencepiece()))
     assert text.plain == "abcé abab</s>"
     coloured = [(text.plain[span.start : span.end], span.style) for span in text.spans]
     assert ("c", "bold red") in coloured

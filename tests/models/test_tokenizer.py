@@ -13,16 +13,18 @@ SCORES = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -2.0, -1.0, -3.0, -4.0]
 
 
 def sentencepiece(**changes):
-    return tokenizer_from_gguf({
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": PIECES,
-        "tokenizer.ggml.scores": SCORES,
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 8,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
-    })
+    return tokenizer_from_gguf(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": PIECES,
+            "tokenizer.ggml.scores": SCORES,
+            "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 8,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.unknown_token_id": 0,
+            **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,9 @@ def test_pre_tokenizers_split_as_they_should(pre, words):
 
 
 def test_damaged_metadata_is_named():
-    with pytest.raises(ValueError, match="GGUF tokenizer 'gpt2' is damaged: 'tokenizer.ggml.tokens'"):
+    with pytest.raises(
+        ValueError, match="GGUF tokenizer 'gpt2' is damaged: 'tokenizer.ggml.tokens'"
+    ):
         tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2"})
 
 

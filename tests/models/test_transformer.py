@@ -27,7 +27,7 @@ def golden(request):
 
 
 def run_in_chunks(target, tokens, lengths, size, taps=()):
-    """Logits `[B, T, V]` and features, `size` tokens a pass; the rows are written as decoding does."""
+    """Logits `[B, T, V]` and features, `size` tokens a pass; rows are written as decoding does."""
     model = nnx.merge(target.graphdef, target.params)
     batch, total = tokens.shape
     cache = jax.tree.map(

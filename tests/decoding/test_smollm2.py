@@ -1,0 +1,106 @@
+"""The whole on a real model: SmolLM2-135M-Instruct in float32, greedy, prompt lookup."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import specjax
+from specjax import StopReason
+from specjax.checkpoints import download
+from specjax.drafters import NGram
+from specjax.models.cache import KVCache
+from specjax.models.tokenizer import encode_prompt
+from specjax.models.transformer import causal_mask
+from tests.decoding.test_decode import Oracle
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    "Repeat this text word for word: A cheap drafter proposes a few tokens. The target checks them "
+    "all in one forward pass.",
+    "Hi!",
+    "Write a Python function that returns the n-th Fibonacci number, and a test for it. Explain "
+    "each line in a comment, and do not import anything.",
+    "Why is the sky blue?",
+    "List the numbers from 1 to 20, one per line.",
+]
+
+
+@functools.lru_cache
+def plain(target):
+    """Plain greedy decoding of each prompt by itself."""
+    return [specjax.decode(target, None, prompt, max_new_tokens=128, max_len=256)
+            for prompt in PROMPTS]  # fmt: skip
+
+
+def assert_same_text(target, alone, result, rows):
+    for row in rows:
+        one = alone[row]
+        index = row if len(result.tokens) > 1 else 0
+        assert result.tokens[index].tolist() == one.tokens[0].tolist()
+        assert result.stop_reason[index] == one.stop_reason[0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_ngram_text_is_plain_text(smollm2, k):
+    alone = plain(smollm2)
+    for row in (0, 3):
+        single = specjax.decode(smollm2, NGram(k), PROMPTS[row], max_new_tokens=128, max_len=256)
+        assert_same_text(smollm2, alone, single, [row])
+    ragged = specjax.decode(smollm2, NGram(k), PROMPTS, max_new_tokens=128, max_len=256)
+    assert_same_text(smollm2, alone, ragged, range(5))
+    # The answers end in different ways, and the drafts are worth something.
+    assert {StopReason.EOS, StopReason.LENGTH} == set(ragged.stop_reason)
+    assert ragged.tau > 1.1
+
+
+def test_eos_inside_a_draft_at_the_bonus_and_at_the_limit(smollm2):
+    """Any token can be the stop token: with perfect drafts of 4, cycles commit 5 tokens each."""
+    text = plain(smollm2)[3].tokens[0].tolist()
+    prompt = encode_prompt(smollm2.tokenizer, PROMPTS[3], chat=True)
+    drafter = Oracle(num_draft_tokens=4, texts=(tuple(prompt + text),))
+    first = [i for i in range(40) if text.index(text[i]) == i]  # not said before
+    inside = next(i for i in first if i % 5 in (1, 2) and i > 4)
+    bonus = next(i for i in first if i % 5 == 4)
+    for at, budget in ((inside, 60), (bonus, 60), (inside, inside + 1), (bonus, bonus + 1)):
+        result = specjax.decode(smollm2, drafter, prompt, max_new_tokens=budget, max_len=256,
+                                stop_tokens=[text[at]])  # fmt: skip
+        assert result.tokens[0].tolist() == text[: at + 1]
+        assert result.stop_reason == [StopReason.EOS]
+        assert result.committed[0].sum() == at + 1
+        assert result.committed[0].tolist() == [5] * (at // 5) + [at % 5 + 1]
+
+
+def test_logits_equal_transformers(smollm2):
+    """Prefill of one prompt against `transformers` on the same GGUF file."""
+    torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
+    from transformers import AutoModelForCausalLM
+
+    path = download.packaged_path("smollm2")
+    reference = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    ids = np.asarray(encode_prompt(smollm2.tokenizer, PROMPTS[2], chat=True))
+    with torch.no_grad():
+        out = reference(torch.from_numpy(ids)[None], output_hidden_states=True)
+    model = nnx.merge(smollm2.graphdef, smollm2.params)
+
+    @jax.jit
+    def forward(tokens):
+        cache = KVCache.zeros(smollm2.config, 1, jnp.float32)
+        positions, mask = jnp.arange(len(ids)), causal_mask(len(ids))
+        out = model(tokens, positions, cache, jnp.int32(0), mask, taps=(1, 14, 28))
+        return model.head(out.hidden), out.features
+
+    logits, features = forward(jnp.asarray(ids))
+    assert np.abs(logits - out.logits[0].numpy()).max() <= 2e-3
+    for slot, tap in enumerate((1, 14, 28)):
+        expected = out.hidden_states[tap + 1][0].numpy()
+        # The residual stream of this model has entries of several thousand.
+        assert np.abs(features[:, slot] - expected).max() <= 1e-5 * np.abs(expected).max()
