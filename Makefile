@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.generate --target=smollm2 --drafter=ngram --compare --transcript \
-	  --prompt="Here is a text: A cheap drafter proposes a few tokens. The target checks them all in one forward pass. A drafter that is often right makes the target faster. Write the same text again." \
+	  --prompt="Repeat this text word for word: The drafter proposes a few tokens, and the target checks them all in one forward pass. Tokens that the target agrees with are kept. The first wrong token is replaced by the target's own." \
 	  --prompt="Write HTML for a table with 5 rows and 3 columns." \
 	  --prompt="Why is the sky blue?"
 
