@@ -34,16 +34,17 @@ class _Recipe(NamedTuple):
     combine: Callable[..., np.ndarray]
 
 
-def _recipes(config: ModelConfig) -> Iterator[_Recipe]:
+def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[_Recipe]:
     depth, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     groups, per_group = config.num_kv_heads, config.num_heads // config.num_kv_heads
 
-    def same(x):
-        return x
+    def norm(path, name, size=depth):
+        return _Recipe((*path, "scale"), {f"{name}.weight": (size,)}, lambda x: x + norm_offset)
 
     def fuse_qkv(*projections):
-        parts = [x.reshape(groups, -1, head, depth) for x in projections]
-        return np.concatenate(parts, axis=1).transpose(3, 0, 1, 2)
+        parts = [x.reshape(groups, -1, head, *x.shape[1:]) for x in projections]
+        fused = np.concatenate(parts, axis=1)
+        return np.moveaxis(fused, 3, 0) if fused.ndim == 4 else fused  # weight, bias
 
     def output(x):
         return x.T.reshape(groups, per_group, head, depth)
@@ -51,31 +52,40 @@ def _recipes(config: ModelConfig) -> Iterator[_Recipe]:
     def fuse_gate_up(gate, up):
         return np.stack([gate.T, up.T], axis=1)
 
-    yield _Recipe(("embedding",), {"model.embed_tokens.weight": (config.vocab_size, depth)}, same)
+    table = (config.vocab_size, depth)
+    yield _Recipe(("embedding",), {"model.embed_tokens.weight": table}, _same)
     for i in range(config.num_layers):
         hf, block = f"model.layers.{i}", ("blocks", i)
-        norm = {f"{hf}.input_layernorm.weight": (depth,)}
-        yield _Recipe((*block, "attention_norm", "scale"), norm, same)
-        qkv = {
-            f"{hf}.self_attn.q_proj.weight": (config.num_heads * head, depth),
-            f"{hf}.self_attn.k_proj.weight": (groups * head, depth),
-            f"{hf}.self_attn.v_proj.weight": (groups * head, depth),
-        }
+        attention = f"{hf}.self_attn"
+        sizes = {"q": config.num_heads * head, "k": groups * head, "v": groups * head}
+        yield norm((*block, "attention_norm"), f"{hf}.input_layernorm")
+        qkv = {f"{attention}.{p}_proj.weight": (size, depth) for p, size in sizes.items()}
         yield _Recipe((*block, "qkv"), qkv, fuse_qkv)
-        out = {f"{hf}.self_attn.o_proj.weight": (depth, config.num_heads * head)}
+        if config.qkv_bias:
+            bias = {f"{attention}.{p}_proj.bias": (size,) for p, size in sizes.items()}
+            yield _Recipe((*block, "qkv_bias"), bias, fuse_qkv)
+        if config.qk_norm:
+            yield norm((*block, "query_norm"), f"{attention}.q_norm", head)
+            yield norm((*block, "key_norm"), f"{attention}.k_norm", head)
+        out = {f"{attention}.o_proj.weight": (depth, config.num_heads * head)}
         yield _Recipe((*block, "attention_out"), out, output)
-        norm = {f"{hf}.post_attention_layernorm.weight": (depth,)}
-        yield _Recipe((*block, "mlp_norm", "scale"), norm, same)
-        gate_up = {
-            f"{hf}.mlp.gate_proj.weight": (width, depth),
-            f"{hf}.mlp.up_proj.weight": (width, depth),
-        }
+        if config.post_norms:
+            yield norm((*block, "attention_post_norm"), f"{hf}.post_attention_layernorm")
+            yield norm((*block, "mlp_norm"), f"{hf}.pre_feedforward_layernorm")
+            yield norm((*block, "mlp_post_norm"), f"{hf}.post_feedforward_layernorm")
+        else:
+            yield norm((*block, "mlp_norm"), f"{hf}.post_attention_layernorm")
+        gate_up = {f"{hf}.mlp.{p}_proj.weight": (width, depth) for p in ("gate", "up")}
         yield _Recipe((*block, "gate_up"), gate_up, fuse_gate_up)
         down = {f"{hf}.mlp.down_proj.weight": (depth, width)}
         yield _Recipe((*block, "down"), down, np.transpose)
-    yield _Recipe(("final_norm", "scale"), {"model.norm.weight": (depth,)}, same)
+    yield norm(("final_norm",), "model.norm")
     if not config.tie_embeddings:
-        yield _Recipe(("head_weight",), {"lm_head.weight": (config.vocab_size, depth)}, same)
+        yield _Recipe(("head_weight",), {"lm_head.weight": table}, _same)
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
 
 
 def _check(config: ModelConfig, recipes: list[_Recipe], tensors: Mapping[str, Tensor]) -> None:
@@ -113,6 +123,8 @@ def convert(
     tensors: Mapping[str, Tensor],
     dtype: jax.typing.DTypeLike,
     progress: Progress | None = None,
+    *,
+    norm_offset: float = 0.0,
 ) -> dict[str, Any]:
     """Reads a checkpoint's tensors into params, one parameter in memory at a time.
 
@@ -121,11 +133,12 @@ def convert(
       tensors: by Hugging Face name (`model.layers.0.self_attn.q_proj.weight`, `[out, in]`).
       dtype: of the params.
       progress: told how many parameters are done.
+      norm_offset: added to the stored norm weights (1 where they are stored around 0, as Gemma's).
 
     Raises:
       ValueError: tensors are missing, unexpected or misshaped; they are named.
     """
-    recipes = list(_recipes(config))
+    recipes = list(_recipes(config, norm_offset))
     _check(config, recipes, tensors)
     flat = {}
     for done, recipe in enumerate(recipes):

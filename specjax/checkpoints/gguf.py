@@ -19,10 +19,18 @@ _NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Gemma norms its outputs too, and Hugging Face gives the second name to another norm there.
+_GEMMA_NAMES = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -48,12 +56,13 @@ def read_gguf(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "attn_k": metadata.get("llama.attention.head_count_kv"),
     }
     heads["attn_k"] = heads["attn_k"] or heads["attn_q"]
+    names = _GEMMA_NAMES if metadata.get("general.architecture") == "gemma3" else _NAMES
     tensors = {}
     for stored in reader.tensors:
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", stored.name)
-        part = match and _NAMES.get(match[2])
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored.name)
+        part = match and names.get(match[2])
         layer = f"model.layers.{match[1]}." if match and match[1] else ""
-        name = f"{layer}{part}.weight" if part else stored.name
+        name = f"{layer}{part}.{match[3]}" if part else stored.name
         permuted = heads.get(match[2]) if match else None
         shape = tuple(int(size) for size in reversed(stored.shape))
         tensors[name] = Tensor(

@@ -22,7 +22,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.target import Target, abstract_model
 
 # Part of a cache entry's name: raise it when `convert` or the tokenizer builder changes.
-CONVERTED_FORMAT = 1
+CONVERTED_FORMAT = 2
 
 
 def load_target(
@@ -88,7 +88,10 @@ def _load_folder(
         raise FileNotFoundError(f"{folder} is no model folder: no config.json; it holds {found}")
     raw = huggingface.read_json(folder / "config.json")
     config = model_config.config_from_hf(raw)
-    params = convert.convert(config, huggingface.folder_tensors(folder), dtype, progress)
+    offset = 1.0 if raw["model_type"] == "gemma3_text" else 0.0
+    params = convert.convert(
+        config, huggingface.folder_tensors(folder), dtype, progress, norm_offset=offset
+    )
     return _target(
         folder.name,
         config,
@@ -165,7 +168,8 @@ def _read_converted(entry: pathlib.Path, name: str, dtype: jnp.dtype) -> Target:
 
     described = huggingface.read_json(entry / "target.json")
     fields = described["config"]
-    config = ModelConfig(**{**fields, "rope_factors": tuple(fields["rope_factors"])})
+    listed = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    config = ModelConfig(**fields | listed)
     flat = {
         tuple(int(key) if key.isdigit() else key for key in path.split("/")): jnp.asarray(array)
         for path, array in load_file(entry / "params.safetensors").items()

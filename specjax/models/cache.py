@@ -52,7 +52,7 @@ def write_rows(cache: KVCache, rows: KVCache, start: jax.Array, count: jax.Array
     Args:
       cache: S rows a layer.
       rows: T rows a layer, from one forward pass.
-      start, count: `[]` int32.
+      start, count: `[]` int32; rows at negative positions are dropped too.
 
     Returns:
       The cache. Dropped rows are aimed at index S: negative ones would wrap around.
@@ -60,7 +60,8 @@ def write_rows(cache: KVCache, rows: KVCache, start: jax.Array, count: jax.Array
     offsets = jnp.arange(rows.k[0].shape[1])
 
     def write(into, new):
-        index = jnp.where(offsets < count, start + offsets, into.shape[1])
+        kept = (offsets < count) & (start + offsets >= 0)
+        index = jnp.where(kept, start + offsets, into.shape[1])
         return into.at[:, index].set(new.astype(into.dtype), mode="drop")
 
     return jax.tree.map(write, cache, rows)

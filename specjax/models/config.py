@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-SUPPORTED = ("llama",)
+SUPPORTED = ("llama", "qwen2", "qwen3", "gemma3_text")
+GGUF_NAMES = {"gemma3": "gemma3_text"}  # where GGUF's name of an architecture differs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,15 @@ class ModelConfig:
       rope_theta: base of the rotary frequencies theta^(−2i/head_dim).
       rope_factors: divisor of each of the head_dim/2 frequencies (long-context scaling), or ()
         for none. One form for what config.json describes and GGUF stores.
+      qkv_bias: the attention projections have biases (Qwen2).
+      qk_norm: queries and keys are normed per head, before their rotation (Qwen3, Gemma 3).
+      post_norms: attention and MLP outputs are normed before they are added (Gemma 3).
+      activation: of the MLP's gate, `silu` or `gelu_tanh`.
+      embedding_scale: factor of the embedding's rows.
+      query_scale: of the attention scores; 0 stands for head_dim^−½.
+      sliding_window: tokens that a sliding layer sees, itself included.
+      sliding_layers: which layers are sliding; () for none.
+      sliding_rope_theta: base of the rotary frequencies of the sliding layers.
       tie_embeddings: the head is the embedding.
       context_length: longest sequence the model was made for.
     """
@@ -36,14 +46,26 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_factors: tuple[float, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    query_scale: float = 0.0
+    sliding_window: int = 0
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_rope_theta: float = 10000.0
     tie_embeddings: bool = False
     context_length: int = 2048
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float") and value <= 0:
-                raise ValueError(f"model config: {field.name} must be positive, got {value}")
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+            "num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "context_length",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+                raise ValueError(f"model config: {name} must be a positive number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model config: num_heads {self.num_heads} is not a multiple of "
@@ -53,6 +75,10 @@ class ModelConfig:
             raise ValueError(
                 f"model config: {len(self.rope_factors)} RoPE factors for head_dim "
                 f"{self.head_dim}, expected {self.head_dim // 2}"
+            )
+        if self.sliding_layers and len(self.sliding_layers) != self.num_layers:
+            raise ValueError(
+                f"model config: {len(self.sliding_layers)} layer types for {self.num_layers} layers"
             )
 
 
@@ -89,21 +115,24 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         key is missing.
     """
     architecture = raw.get("model_type")
-    if architecture not in SUPPORTED:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
-        )
+    _check_architecture(architecture)
+    gemma = architecture == "gemma3_text"
     for key, expected in (
-        ("hidden_act", "silu"),
+        ("hidden_activation" if gemma else "hidden_act", "gelu_pytorch_tanh" if gemma else "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
         ("partial_rotary_factor", 1.0),
+        ("use_sliding_window", False),
+        ("use_bidirectional_attention", False),
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
     ):
         if raw.get(key, expected) != expected:
             raise ValueError(f"config.json: {key}={raw[key]!r} is not supported, only {expected!r}")
     try:
         hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or hidden_size // num_heads
+        family = _gemma3_from_hf(raw) if gemma else _FAMILIES[architecture]
         theta, factors = _rope_from_hf(raw, head_dim)
         return ModelConfig(
             vocab_size=raw["vocab_size"],
@@ -116,20 +145,62 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_factors=factors,
-            tie_embeddings=raw.get("tie_word_embeddings", False),
+            tie_embeddings=raw.get("tie_word_embeddings", gemma),
             context_length=raw.get("max_position_embeddings", 2048),
+            **family,
         )
     except KeyError as error:
         raise ValueError(f"config.json: key {error.args[0]!r} is missing") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"config.json: a value has the wrong type: {error}") from None
+
+
+_FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+
+
+def _check_architecture(architecture: Any) -> None:
+    if architecture not in SUPPORTED:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+
+
+def _gemma3(hidden_size: int, num_layers: int, window: int, pattern: int) -> dict[str, Any]:
+    """What sets Gemma 3 apart; every `pattern`-th layer is global, the others slide."""
+    return {
+        "qk_norm": True,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": hidden_size**0.5,
+        "sliding_window": window,
+        "sliding_layers": tuple((i + 1) % pattern > 0 for i in range(num_layers)),
+    }
+
+
+def _gemma3_from_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = raw["num_hidden_layers"]
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    fields = _gemma3(raw["hidden_size"], num_layers, raw["sliding_window"], pattern)
+    if raw.get("layer_types"):
+        kinds = raw["layer_types"]
+        fields["sliding_layers"] = tuple(kind == "sliding_attention" for kind in kinds)
+    local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
+    query_scale = raw.get("query_pre_attn_scalar", 256) ** -0.5
+    return fields | {"sliding_rope_theta": theta, "query_scale": query_scale}
 
 
 def _rope_from_hf(raw: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[float, ...]]:
     """Base and frequency divisors; transformers 5 keeps both in `rope_parameters`."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    rope = rope.get("full_attention", rope)  # Gemma 3: one for each kind of layer
+    default = 1e6 if raw["model_type"] == "gemma3_text" else 10000.0
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or default
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, ()
+    if kind == "linear":
+        return theta, (float(rope["factor"]),) * (head_dim // 2)
     if kind == "llama3":
         return theta, llama3_rope_factors(
             head_dim,
@@ -140,7 +211,7 @@ def _rope_from_hf(raw: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[f
             original_context=rope["original_max_position_embeddings"],
         )
     raise ValueError(
-        f"config.json: RoPE type {kind!r} is not supported; supported: default, llama3"
+        f"config.json: RoPE type {kind!r} is not supported; supported: default, linear, llama3"
     )
 
 
@@ -151,7 +222,7 @@ def config_from_gguf(
     tied: bool,
     rope_factors: tuple[float, ...] = (),
 ) -> ModelConfig:
-    """Reads GGUF metadata (`general.architecture`, `llama.*`).
+    """Reads GGUF metadata (`general.architecture`, and for instance `llama.*`).
 
     Args:
       metadata: plain Python values by key.
@@ -162,27 +233,32 @@ def config_from_gguf(
     Raises:
       ValueError: the architecture or its RoPE scaling is not supported, or a key is missing.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture not in SUPPORTED:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
-        )
+    name = metadata.get("general.architecture")
+    architecture = GGUF_NAMES.get(name, name)
+    _check_architecture(architecture)
 
     def get(key, default=None):
-        value = metadata.get(f"{architecture}.{key}", default)
+        value = metadata.get(f"{name}.{key}", default)
         if value is None:
-            raise ValueError(f"GGUF metadata: key '{architecture}.{key}' is missing")
+            raise ValueError(f"GGUF metadata: key '{name}.{key}' is missing")
         return value
 
-    # llama3 scaling is stored as rope_freqs.weight; these types change the model in other ways.
-    scaling = get("rope.scaling.type", "none")
-    if scaling not in ("none", "llama3"):
-        raise ValueError(f"GGUF metadata: RoPE scaling {scaling!r} is not supported")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length", hidden_size // num_heads)
+    # llama3 scaling is stored as rope_freqs.weight.
+    scaling = get("rope.scaling.type", "none")
+    if scaling == "linear":
+        rope_factors = (float(get("rope.scaling.factor")),) * (head_dim // 2)
+    elif scaling not in ("none", "llama3"):
+        raise ValueError(f"GGUF metadata: RoPE scaling {scaling!r} is not supported")
     rotated = get("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ValueError(f"GGUF metadata: RoPE on {rotated} of {head_dim} dims is not supported")
+    gemma = architecture == "gemma3_text"
+    if gemma:
+        family = _gemma3(hidden_size, get("block_count"), get("attention.sliding_window"), 6)
+    else:
+        family = _FAMILIES[architecture]
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -192,8 +268,9 @@ def config_from_gguf(
         num_kv_heads=get("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-        rope_theta=get("rope.freq_base", 10000.0),
+        rope_theta=get("rope.freq_base", 1e6 if gemma else 10000.0),
         rope_factors=rope_factors,
         tie_embeddings=tied,
         context_length=get("context_length", 2048),
+        **family,
     )

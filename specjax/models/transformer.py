@@ -9,6 +9,8 @@ read the target's cache freely.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ class Output:
     Attributes:
       hidden: `[T, D]` after the final norm: what `Transformer.head` takes.
       features: `[T, M, D]` the residual stream after each tapped block, in the order of the taps.
-      rows: K/V rows of the T tokens, `[G, T, head_dim]` a layer.
+      rows: K/V rows of the T tokens, `[G, T, head_dim]` a layer; of all N of the scratch, if any.
     """
 
     hidden: jax.Array
@@ -44,17 +46,61 @@ class Output:
         return Output(pad(self.hidden, 0), pad(self.features, 0), rows)
 
 
+class View(NamedTuple):
+    """What one kind of layer sees: `cos`, `sin` `[T, 1, head_dim / 2]`, masks as in `attend`."""
+
+    cos: jax.Array
+    sin: jax.Array
+    cache_mask: jax.Array
+    block_mask: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Rows of the passes that draft one block, kept apart until they are committed.
+
+    Attributes:
+      rows: `[G, N, head_dim]` a layer; room for all of the block's tokens.
+      positions: `[N]` int32, of the rows.
+      slot: `[]` int32, where the next pass puts its rows.
+    """
+
+    rows: KVCache
+    positions: jax.Array
+    slot: jax.Array
+
+    @classmethod
+    def empty(cls, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike) -> Scratch:
+        """Room for `size` tokens."""
+        rows = KVCache.zeros(config, size, dtype)
+        return cls(rows, jnp.zeros(size, jnp.int32), jnp.int32(0))
+
+    def moved(self, positions: jax.Array) -> jax.Array:
+        """Positions of the rows, once a pass over tokens at `positions` has added its own."""
+        return jax.lax.dynamic_update_slice(self.positions, positions, (self.slot,))
+
+    def after(self, out: Output, positions: jax.Array) -> Scratch:
+        """The scratch after a pass that was given it."""
+        return Scratch(out.rows, self.moved(positions), self.slot + len(positions))
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
 def causal_mask(length: int) -> jax.Array:
     """`[T, T]`: token i sees tokens 0…i of its own block."""
     return jnp.tril(jnp.ones((length, length), bool))
 
 
-def rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotation(
+    head_dim: int, theta: float, factors: tuple[float, ...], positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the rotary angles, float32 `[T, 1, head_dim / 2]`."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    if config.rope_factors:
-        frequencies = frequencies / jnp.asarray(config.rope_factors, jnp.float32)
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = theta**-exponents
+    if factors:
+        frequencies = frequencies / jnp.asarray(factors, jnp.float32)
     angles = positions[:, None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -72,32 +118,36 @@ def attend(
     values: jax.Array,
     cache_keys: jax.Array,
     cache_values: jax.Array,
-    cache_len: jax.Array,
+    cache_mask: jax.Array,
     block_mask: jax.Array,
+    scale: float,
 ) -> jax.Array:
     """Grouped-query attention over cache and block, joined in one softmax without a copy of either.
 
     Args:
       queries: `[T, G, n, d]`, n query heads a group.
-      keys, values: `[G, T, d]`, the block's own rows.
+      keys, values: `[G, N, d]`, the block's own rows (N ≥ T: with rows of earlier passes).
       cache_keys, cache_values: `[G, S, d]`.
-      cache_len: `[]` int32; rows at or after it are hidden, whatever finite values they hold.
-      block_mask: `[T, T]` bool; every token sees itself, which keeps the softmax defined.
+      cache_mask: `[T, S]` bool; what is hidden may hold any finite values.
+      block_mask: `[T, N]` bool; every token sees itself, which keeps the softmax defined.
+      scale: of the scores.
 
     Returns:
       `[T, G, n, d]`.
     """
     length, groups, per_group, size = queries.shape
-    queries = (queries * size**-0.5).transpose(1, 2, 0, 3).reshape(groups, -1, size)
+    queries = (queries * scale).transpose(1, 2, 0, 3).reshape(groups, -1, size)
 
     def product(left, right, axis):
         # Spelled out, because einsum would put the long operand first and transpose its result.
         contract = (((2,), (axis,)), ((0,), (0,)))
         return jax.lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
 
-    visible = jnp.arange(cache_keys.shape[1]) < cache_len
-    past = jnp.where(visible, product(queries, cache_keys, 2), -jnp.inf)
-    block = jnp.where(jnp.tile(block_mask, (per_group, 1)), product(queries, keys, 2), -jnp.inf)
+    def scores(rows, mask):
+        mask = jnp.tile(mask, (per_group, 1)) if len(mask) > 1 else mask
+        return jnp.where(mask, product(queries, rows, 2), -jnp.inf)
+
+    past, block = scores(cache_keys, cache_mask), scores(keys, block_mask)
     peak = jnp.maximum(block.max(-1), past.max(-1))[..., None]
     past, block = jnp.exp(past - peak), jnp.exp(block - peak)
     total = past.sum(-1) + block.sum(-1)
@@ -131,35 +181,64 @@ class Block(nnx.Module):
         def weight(*shape):
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
-        self.attention_norm = RMSNorm(depth, config.rms_norm_eps, dtype)
+        def norm(size):
+            return RMSNorm(size, config.rms_norm_eps, dtype)
+
+        self.config = config
+        self.attention_norm = norm(depth)
         self.qkv = weight(depth, groups, per_group + 2, head)
         self.attention_out = weight(groups, per_group, head, depth)
-        self.mlp_norm = RMSNorm(depth, config.rms_norm_eps, dtype)
+        self.mlp_norm = norm(depth)
         self.gate_up = weight(depth, 2, width)
         self.down = weight(width, depth)
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((groups, per_group + 2, head), dtype))
+        if config.qk_norm:
+            self.query_norm, self.key_norm = norm(head), norm(head)
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(depth), norm(depth)
 
     def __call__(
         self,
         x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
-        cache_keys: jax.Array,
-        cache_values: jax.Array,
-        cache_len: jax.Array,
-        block_mask: jax.Array,
+        view: View,
+        cache: tuple[jax.Array, jax.Array],
+        past: tuple[jax.Array, jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`[T, D]` → `[T, D]`, and the block's K and V rows `[G, T, head_dim]`."""
+        """One block.
+
+        Args:
+          x: `[T, D]`.
+          view: the rotation and the masks of this kind of layer.
+          cache: this layer's K and V, `[G, S, head_dim]`.
+          past: this layer's K and V of the scratch, `[G, N, head_dim]`, and its slot; or None.
+
+        Returns:
+          `[T, D]`, and the rows K and V `[G, N, head_dim]`, those of the scratch included.
+        """
         fused = jnp.einsum("td,dgch->tgch", self.attention_norm(x), self.qkv[...])
+        if self.config.qkv_bias:
+            fused = fused + self.qkv_bias[...]
         queries, keys, values = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
-        cos, sin = turn
-        queries = rotate(queries, cos[:, None], sin[:, None])
-        keys = rotate(keys, cos, sin).swapaxes(0, 1)
+        if self.config.qk_norm:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        queries = rotate(queries, view.cos[:, None], view.sin[:, None])
+        keys = rotate(keys, view.cos, view.sin).swapaxes(0, 1)
         values = values.swapaxes(0, 1)
-        mixed = attend(queries, keys, values, cache_keys, cache_values, cache_len, block_mask)
+        if past is not None:
+            past_keys, past_values, slot = past
+            keys = jax.lax.dynamic_update_slice(past_keys, keys, (0, slot, 0))
+            values = jax.lax.dynamic_update_slice(past_values, values, (0, slot, 0))
+        scale = self.config.query_scale or self.config.head_dim**-0.5
+        mixed = attend(queries, keys, values, *cache, view.cache_mask, view.block_mask, scale)
         # Flattened, because einsum over three axes would transpose the weight in every step.
-        width = x.shape[-1]
-        x = x + mixed.reshape(len(x), -1) @ self.attention_out[...].reshape(-1, width)
+        mixed = mixed.reshape(len(x), -1) @ self.attention_out[...].reshape(-1, x.shape[-1])
+        x = x + (self.attention_post_norm(mixed) if self.config.post_norms else mixed)
         gate_up = jnp.einsum("td,dcf->tcf", self.mlp_norm(x), self.gate_up[...])
-        x = x + (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
+        mixed = (ACTIVATIONS[self.config.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[
+            ...
+        ]
+        x = x + (self.mlp_post_norm(mixed) if self.config.post_norms else mixed)
         return x, keys, values
 
 
@@ -179,7 +258,9 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """`[T]` ids → `[T, D]`. Ids outside the vocabulary are clamped: invalid slots hold any."""
-        return self.embedding[...][jnp.clip(tokens, 0, self.config.vocab_size - 1)]
+        rows = self.embedding[...][jnp.clip(tokens, 0, self.config.vocab_size - 1)]
+        # Rounded to the weights' type first, as the released Gemma models were trained.
+        return rows * jnp.asarray(self.config.embedding_scale, rows.dtype)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """`[T, D]` after the final norm → float32 logits `[T, V]`."""
@@ -194,6 +275,9 @@ class Transformer(nnx.Module):
         cache_len: jax.Array,
         block_mask: jax.Array,
         taps: tuple[int, ...] = (),
+        *,
+        scratch: Scratch | None = None,
+        depth: int | None = None,
     ) -> Output:
         """One forward pass of one sequence.
 
@@ -201,15 +285,20 @@ class Transformer(nnx.Module):
           tokens, positions: `[T]` int32.
           cache: rows of the tokens before; read, not written.
           cache_len: `[]` int32, rows of the cache that are valid.
-          block_mask: `[T, T]` bool, what each token sees of the block.
+          block_mask: `[T, N]` bool, what each token sees of the block; N = T without a scratch.
           taps: ids of the blocks whose outputs are wanted, 0-based (Hugging Face's
             `hidden_states[id + 1]`).
+          scratch: rows of earlier passes that are not in the cache.
+          depth: run the first `depth` blocks only; all by default.
         """
-        turn = rotation(self.config, positions)
+        blocks = self.blocks[: depth or self.config.num_layers]
+        kinds = self._views(positions, cache.k[0].shape[1], cache_len, block_mask, scratch)
         x = self.embed(tokens)
         outputs, keys, values = {}, [], []
-        for i, block in enumerate(self.blocks):
-            x, k, v = block(x, turn, cache.k[i], cache.v[i], cache_len, block_mask)
+        for i, block in enumerate(blocks):
+            view = kinds[bool(self.config.sliding_layers) and self.config.sliding_layers[i]]
+            past = None if scratch is None else (scratch.rows.k[i], scratch.rows.v[i], scratch.slot)
+            x, k, v = block(x, view, (cache.k[i], cache.v[i]), past)
             keys.append(k)
             values.append(v)
             if i in taps:
@@ -220,6 +309,30 @@ class Transformer(nnx.Module):
             features=jnp.stack(features, axis=1) if taps else jnp.zeros((len(x), 0, x.shape[1])),
             rows=KVCache(k=tuple(keys), v=tuple(values)),
         )
+
+    def _views(
+        self,
+        positions: jax.Array,
+        size: int,
+        cache_len: jax.Array,
+        block_mask: jax.Array,
+        scratch: Scratch | None,
+    ) -> dict[bool, View]:
+        """Rotation and masks of the global layers (False) and of the sliding ones (True)."""
+        config = self.config
+        cached = jnp.arange(size)
+        cache_mask = (cached < cache_len)[None]
+        turn = rotation(config.head_dim, config.rope_theta, config.rope_factors, positions)
+        views = {False: View(*turn, cache_mask, block_mask)}
+        if any(config.sliding_layers):
+            rows = positions if scratch is None else scratch.moved(positions)
+
+            def near(others):
+                return positions[:, None] - others < config.sliding_window
+
+            turn = rotation(config.head_dim, config.sliding_rope_theta, (), positions)
+            views[True] = View(*turn, cache_mask & near(cached), block_mask & near(rows))
+        return views
 
 
 def check_taps(taps: tuple[int, ...], config: ModelConfig) -> None:

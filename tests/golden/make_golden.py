@@ -1,4 +1,4 @@
-"""Writes the tiny Llama checkpoints and their reference logits, by `transformers` with torch.
+"""Writes tiny random checkpoints of every family and their reference logits, by `transformers` with torch.
 
   python tests/golden/make_golden.py      # needs the extra `parity`
 
@@ -13,7 +13,7 @@ import pathlib
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
 
 HERE = pathlib.Path(__file__).parent
 SHAPE = {
@@ -41,6 +41,20 @@ MODELS = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
         },
     },
+    "qwen2": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2,
+        "tie_word_embeddings": False, "max_position_embeddings": 512,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True, "max_position_embeddings": 512,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "max_position_embeddings": 512, "initializer_range": 0.2,
+    },
 }  # fmt: skip
 
 
@@ -56,11 +70,14 @@ def main() -> None:
     """Writes every model."""
     for seed, (name, options) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE, **options)).eval()
+        options = {"model_type": "llama"} | SHAPE | options
+        config = CONFIG_MAPPING[options.pop("model_type")](**options)
+        model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if "norm" in parameter_name:
-                    parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                # Norms and biases begin at their neutral values, which would hide mistakes.
+                if "norm" in parameter_name or "bias" in parameter_name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
         # In shards for one of them, so that the index is read too.
         model.save_pretrained(HERE / name, max_shard_size="60KB" if seed == 1 else "1GB")
         tokens = np.random.default_rng(seed).integers(0, SHAPE["vocab_size"], (2, 40))

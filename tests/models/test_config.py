@@ -71,7 +71,7 @@ def test_defaults_of_old_llama_configs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "architecture 'mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
@@ -79,7 +79,7 @@ def test_defaults_of_old_llama_configs():
         ({"rope_scaling": {"type": "yarn"}}, "RoPE type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "llama3"}}, "key 'factor' is missing"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be a positive number, got 0"),
     ],
 )
 def test_what_cannot_be_run_is_named(change, message):

@@ -15,7 +15,7 @@ from specjax.models.cache import KVCache, write_rows
 from specjax.models.transformer import causal_mask, check_taps
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-NAMES = ("llama_tied", "llama_untied", "llama3_scaled")
+NAMES = ("llama_tied", "llama_untied", "llama3_scaled", "qwen2", "qwen3", "gemma3")
 # Float32 over three layers whose logits reach ±60: measured differences are below 5e-5.
 TOLERANCE = 2e-4
 
