@@ -22,10 +22,12 @@ from rich.text import Text
 
 import specjax
 from experiments import launch
-from specjax import drafters
-from specjax.evaluation.compare import Comparison, compare, worst
+from specjax import drafters, metrics
+from specjax.evaluation.compare import Comparison, compare
+from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
-from specjax.types import DecodeResult
+from specjax.models.target import Target
+from specjax.types import DecodeResult, Drafter, Progress
 
 _TARGET = flags.DEFINE_string(
     "target", None, "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
@@ -56,10 +58,9 @@ def main() -> None:
         raise ValueError('--prompt is missing: for instance --prompt="Why is the sky blue?"')
     if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
-    if _JSON.value and not pathlib.Path(_JSON.value).parent.is_dir():
-        raise FileNotFoundError(f"--json={_JSON.value}: there is no such folder")
-    options = {} if _DRAFTER.value == "none" else {"num_draft_tokens": _NUM_DRAFT_TOKENS.value}
-    drafter = drafters.drafter_from_name(_DRAFTER.value, **options)
+    if _JSON.value:
+        pathlib.Path(_JSON.value).touch()  # an unwritable file is told before the work, not after
+    drafter = drafters.drafter_from_name(_DRAFTER.value, num_draft_tokens=_NUM_DRAFT_TOKENS.value)
     with launch.progress() as report:
         target = specjax.load_target(_TARGET.value, progress=report)
     answers = []
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def answer(
-    target: Any, drafter: Any, prompt: str, report: Any
+    target: Target, drafter: Drafter | None, prompt: str, report: Progress | None
 ) -> tuple[DecodeResult, Comparison | None]:
     """The answer to one prompt, and the comparison with plain decoding if it was asked for."""
     options = {
@@ -143,18 +144,20 @@ def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str,
     }
 
 
-def summary(target: Any, answers: list[tuple[DecodeResult, Comparison | None]]) -> dict[str, Any]:
+def summary(
+    target: Target, answers: list[tuple[DecodeResult, Comparison | None]]
+) -> dict[str, Any]:
     """All figures: of every answer, pooled over them, and where they were measured."""
     rows = [figures_of(*pair) for pair in answers]
-    seconds = {
-        kind: sum(len(row["tokens"]) / row[f"{kind}_tokens_per_second"] for row in rows)
-        for kind in ("plain", "speculative")
-        if _COMPARE.value
-    }
+
+    def seconds(kind: str) -> float:
+        return sum(len(row["tokens"]) / row[f"{kind}_tokens_per_second"] for row in rows)
+
+    compared = _COMPARE.value
     return {
-        "tau": sum(len(row["tokens"]) for row in rows) / sum(row["target_passes"] for row in rows),
-        "speedup": seconds["plain"] / seconds["speculative"] if seconds else None,
-        "identical": worst([row["identical"] for row in rows]) if seconds else None,
+        "tau": metrics.tau(np.concatenate([c for result, _ in answers for c in result.committed])),
+        "speedup": seconds("plain") / seconds("speculative") if compared else None,
+        "identical": worst([row["identical"] for row in rows]) if compared else None,
         "target": target.name,
         "drafter": _DRAFTER.value,
         "num_draft_tokens": answers[0][0].num_draft_tokens,

@@ -11,8 +11,11 @@ import jax
 from absl import app, flags, logging
 
 from specjax.checkpoints import download
+from specjax.types import Progress
 
-_VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.")
+_VERBOSE = flags.DEFINE_bool(
+    "verbose", False, "Show the traceback of an error.", module_name="__main__"
+)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -38,7 +41,10 @@ def run(main: Callable[[], None]) -> None:
 
     def guarded(_: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # else jax tells of every device it does not find
-        jax.config.update("jax_compilation_cache_dir", str(download.cache_dir() / "xla"))
+        compiled = download.cache_dir() / "xla"
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no obstacle
+            compiled.mkdir(parents=True, exist_ok=True)
+            jax.config.update("jax_compilation_cache_dir", str(compiled))
         try:
             main()
         except KeyboardInterrupt:
@@ -46,24 +52,29 @@ def run(main: Callable[[], None]) -> None:
         except Exception as error:
             if _VERBOSE.value:
                 raise
-            expected = isinstance(error, ValueError | OSError | FloatingPointError)
-            kind = "" if expected else f"{type(error).__name__}: "
-            fail(f"{kind}{error} (--verbose shows where)", 1)
+            if isinstance(error, ValueError | OSError | FloatingPointError):
+                fail(str(error), 1)
+            fail(f"{type(error).__name__}: {error} (--verbose shows where)", 1)
 
     app.run(guarded, flags_parser=parse)
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+def progress() -> Iterator[Progress | None]:
     """Progress bars on stderr as a callable (what, done, total); None where it is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+    )
+    console = Console(stderr=True)
+    with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks = {}
 
         def report(what: str, done: int, total: int) -> None:

@@ -7,7 +7,8 @@ padding (a row that had ended) and count nowhere. All figures are pooled over wh
   it: the ones behind it were never in play.
 * `accepted`: drafted tokens kept, 0…drafted.
 * `committed`: tokens the cycle committed: accepted + 1, the correction or bonus token included;
-  accepted alone where the last of them was a stop token.
+  accepted alone where the last of them was a stop token, or where the target's output after it was
+  not finite. A pass that commits nothing for that reason is not counted.
 """
 
 from __future__ import annotations

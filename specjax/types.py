@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from specjax import metrics
 
 PyTree = Any
+Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 class StopReason(enum.IntEnum):
@@ -27,7 +29,7 @@ class StopReason(enum.IntEnum):
     EOS = 1  # a stop token was committed; it is the last token of the row
     LENGTH = 2  # max_new_tokens were committed
     CACHE_FULL = 3  # max_len was reached before max_new_tokens
-    NAN = 4  # the target's output after the last token of the row was not finite
+    NAN = 4  # the target's output was not finite; the text up to there is kept
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +74,8 @@ class Verdict:
 
     Attributes:
       accepted: `[]` int32, drafted tokens kept, 0…num_valid.
-      next_token: `[]` int32, the correction (accepted < num_valid) or the bonus token.
+      next_token: `[]` int32, the target's own: the correction of draft `accepted`, the bonus after a
+        whole draft, or the only token where nothing was drafted.
     """
 
     accepted: jax.Array
@@ -184,33 +187,27 @@ class DecodeResult:
     decode_seconds: float
     tokenizer: Any = None
 
-    def _pooled(self, counts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(counts) if counts else np.zeros(0, np.int32)
-
     @property
     def tau(self) -> float:
         """Tokens committed per cycle, pooled over all rows."""
-        return metrics.tau(self._pooled(self.committed))
+        return metrics.tau(np.concatenate(self.committed))
 
     @property
     def survival(self) -> np.ndarray:
         """J_1…J_K, pooled over all rows."""
-        pooled = self._pooled
-        return metrics.survival(
-            pooled(self.accepted), pooled(self.committed), self.num_draft_tokens
-        )
+        counts = np.concatenate(self.accepted), np.concatenate(self.committed)
+        return metrics.survival(*counts, self.num_draft_tokens)
 
     @property
     def alpha(self) -> np.ndarray:
         """α_1…α_K, pooled over all rows."""
-        pooled = self._pooled
-        counts = pooled(self.accepted), pooled(self.drafted), pooled(self.committed)
+        counts = (np.concatenate(x) for x in (self.accepted, self.drafted, self.committed))
         return metrics.alpha(*counts, self.num_draft_tokens)
 
     @property
     def target_passes(self) -> int:
         """Forward passes of the target after prefill, summed over rows."""
-        return metrics.target_passes(self._pooled(self.committed))
+        return metrics.target_passes(np.concatenate(self.committed))
 
     @property
     def tokens_per_second(self) -> float:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.config import ModelConfig
-
-Progress = Callable[[str, int, int], None]  # (what, done, total)
+from specjax.types import Progress
 
 
 class Tensor(NamedTuple):
@@ -88,11 +87,11 @@ def _same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _check(config: ModelConfig, recipes: list[_Recipe], tensors: Mapping[str, Tensor]) -> None:
+def _check(recipes: list[_Recipe], tensors: Mapping[str, Tensor], tied: bool) -> None:
     """Raises ValueError that names the missing, unexpected and misshaped tensors."""
     expected = {name: shape for recipe in recipes for name, shape in recipe.sources.items()}
     # Old Llama files store their rotary frequencies; a tied file may store its head twice.
-    redundant = {"lm_head.weight"} if config.tie_embeddings else set()
+    redundant = {"lm_head.weight"} if tied else set()
     extra = [
         name
         for name in tensors
@@ -139,7 +138,7 @@ def convert(
       ValueError: tensors are missing, unexpected or misshaped; they are named.
     """
     recipes = list(_recipes(config, norm_offset))
-    _check(config, recipes, tensors)
+    _check(recipes, tensors, config.tie_embeddings)
     flat = {}
     for done, recipe in enumerate(recipes):
         if progress:

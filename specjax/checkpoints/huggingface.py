@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.checkpoints.convert import Tensor
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -37,7 +39,10 @@ def folder_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
       ValueError: a file is truncated or damaged.
     """
     if (folder / INDEX).exists():
-        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        names = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
+            raise ValueError(f"{folder / INDEX}: weight_map must map tensor names to file names")
+        files = sorted(set(names.values()))
     else:
         files = [SINGLE]
     missing = [name for name in files if not (folder / name).exists()]
@@ -56,9 +61,16 @@ def _file_tensors(path: pathlib.Path) -> dict[str, Tensor]:
 
     try:
         with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            for name, stored in slices.items():
+                if stored.get_dtype() not in FLOATS:
+                    kind = stored.get_dtype()
+                    raise ValueError(
+                        f"{path}: {name} is stored as {kind}; read are {', '.join(FLOATS)}"
+                    )
             return {
-                name: Tensor(tuple(file.get_slice(name).get_shape()), lambda name=name: read(name))
-                for name in file.keys()  # noqa: SIM118 (safe_open is no mapping)
+                name: Tensor(tuple(stored.get_shape()), functools.partial(read, name))
+                for name, stored in slices.items()
             }
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated or damaged safetensors file: {error}") from None
@@ -72,4 +84,9 @@ def stop_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[int, ...]
         eos = config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(index) is int and 0 <= index < config["vocab_size"] for index in ids):
+        raise ValueError(
+            f"{folder}: eos_token_id must be a token id or a list of them, got {eos!r}"
+        )
+    return ids

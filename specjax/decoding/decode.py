@@ -18,11 +18,10 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.models.tokenizer import encode_prompt
 from specjax.models.transformer import check_taps
-from specjax.types import DecodeResult, Drafter, PyTree, StopReason
+from specjax.types import DecodeResult, Drafter, Progress, PyTree, StopReason
 from specjax.verification import RULES
 
 Prompt = str | Sequence[int]
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 SMALLEST_CACHE = 128
 REPORT_EVERY = 16  # cycles between two progress reports
@@ -44,7 +43,8 @@ def decode(
     """Decodes a batch of prompts greedily, speculatively where there is a drafter.
 
     The tokens are those of plain greedy decoding, whatever the drafter: it changes only how many
-    forward passes of the target they take.
+    forward passes of the target they take. (Only a row that ends by NAN may end up to K tokens
+    sooner: a pass over drafts meets the NaN earlier.)
 
     Args:
       target: from `specjax.load_target`.
@@ -68,18 +68,19 @@ def decode(
     ids = _encode(target, prompts, chat)
     budgets = _budgets(max_new_tokens, len(ids))
     size = _cache_size(target, ids, budgets, max_len)
-    stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
-    _check_ids(target, [np.asarray(stops, np.int64)], "stop token")
-    stops = jnp.asarray(stops, jnp.int32)
+    stops = _stop_ids(target, target.stop_tokens if stop_tokens is None else stop_tokens)
     if drafter:
         check_taps(drafter.taps, target.config)
+        if drafter.num_draft_tokens >= target.config.context_length:
+            raise ValueError(
+                f"num_draft_tokens {drafter.num_draft_tokens} does not fit the target's context "
+                f"of {target.config.context_length}"
+            )
 
     batch, longest = len(ids), max(len(row) for row in ids)
     rows = _rows(ids, budgets, size, target.config.context_length if max_len is None else max_len)
-    one_cache = KVCache.zeros(target.config, size, target.dtype)
-    cache, drafter_state = _broadcast(
-        (one_cache, drafter.init_state(size) if drafter else ()), batch
-    )
+    cache = _broadcast(KVCache.zeros(target.config, size, target.dtype), batch)
+    drafter_state = _broadcast(drafter.init_state(size), batch) if drafter else ()
     started = time.perf_counter()
     rows, cache, drafter_state = prefilling.prefill(
         target.graphdef, target.params, drafter, drafter_params, rows, cache, drafter_state,
@@ -113,7 +114,7 @@ def _encode(
     target: Target, prompts: Prompt | Sequence[Prompt], chat: bool | None
 ) -> list[np.ndarray]:
     """Token ids of each prompt, checked."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+    if isinstance(prompts, str) or (len(prompts) and _is_id(prompts[0])):
         prompts = [prompts]
     if not len(prompts):
         raise ValueError("no prompts were given")
@@ -126,6 +127,7 @@ def _encode(
         if isinstance(prompt, str):
             if chat and not prompt.strip():
                 raise ValueError(f"prompt {number} is empty")
+            prompt.encode()  # UnicodeEncodeError where the shell handed over broken UTF-8
             prompt = encode_prompt(target.tokenizer, prompt, chat=chat)
         row = np.asarray(prompt)
         if not row.size:
@@ -135,19 +137,32 @@ def _encode(
                 f"prompt {number}: expected a text or a list of token ids, got "
                 f"{row.dtype} of shape {row.shape}"
             )
-        ids.append(row)
-    _check_ids(target, ids, "token id")
-    return [row.astype(np.int32) for row in ids]
+        _check_ids(target, row, f"prompt {number}: token id")
+        ids.append(row.astype(np.int32))
+    return ids
 
 
-def _check_ids(target: Target, rows: list[np.ndarray], what: str) -> None:
-    for number, row in enumerate(rows):
-        wrong = row[(row < 0) | (row >= target.config.vocab_size)]
-        if wrong.size:
-            raise ValueError(
-                f"{what} {wrong[0]} (row {number}) is outside the vocabulary of "
-                f"{target.config.vocab_size}"
-            )
+def _is_id(prompt: Any) -> bool:
+    """Whether what was given for a prompt is a single token id: then its list is the prompt."""
+    return not isinstance(prompt, str) and np.ndim(prompt) == 0
+
+
+def _check_ids(target: Target, ids: np.ndarray, what: str) -> None:
+    wrong = ids[(ids < 0) | (ids >= target.config.vocab_size)]
+    if wrong.size:
+        raise ValueError(
+            f"{what} {wrong[0]} is outside the vocabulary of {target.config.vocab_size}"
+        )
+
+
+def _stop_ids(target: Target, stop_tokens: Sequence[int]) -> jax.Array:
+    """The stop tokens, padded with −1, which is no token: few lengths mean few compilations."""
+    ids = np.asarray(stop_tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"stop_tokens: expected a list of token ids, got {stop_tokens!r}")
+    _check_ids(target, ids, "stop token")
+    missing = max(8, -(-len(ids) // 8) * 8) - len(ids)
+    return jnp.asarray(np.pad(ids.astype(np.int32), (0, missing), constant_values=-1))
 
 
 def _budgets(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
@@ -157,8 +172,10 @@ def _budgets(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
             f"max_new_tokens: expected one number or {batch} (one a prompt), got {max_new_tokens}"
         )
     if budgets.dtype.kind not in "iu" or (budgets < 1).any():
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    return np.broadcast_to(budgets, batch)
+        raise ValueError(
+            f"max_new_tokens must be at least 1 (a whole number), got {max_new_tokens}"
+        )
+    return np.broadcast_to(np.minimum(budgets, 2**30), batch)
 
 
 def _cache_size(

@@ -20,11 +20,11 @@ from specjax.models.cache import KVCache, write_rows
 from specjax.models.transformer import causal_mask
 from specjax.types import Committed, Drafter, PyTree, StopReason
 
-CHUNKS = (32, 128, 512)  # tokens a forward pass; a prompt takes the smallest that holds it
+CHUNKS = (32, 64, 128, 256, 512)  # tokens a forward pass
 
 
 def chunk_size(rows: int) -> int:
-    """The bucket for `rows` rows: the smallest that holds them, else the largest, repeatedly."""
+    """The bucket for the next chunk of `rows` rows: the smallest that holds them, or the largest."""
     return next((size for size in CHUNKS if size >= rows), CHUNKS[-1])
 
 
@@ -95,13 +95,15 @@ def prefill(
       longest: tokens of the longest prompt.
       progress: called with (rows done, rows in all).
     """
-    size = chunk_size(longest - 1)
-    for start in range(0, longest - 1, size):
+    start = 0
+    while start < longest - 1:
+        size = chunk_size(longest - 1 - start)
         rows, cache, drafter_state = prefill_chunk(
             graphdef, params, drafter, drafter_params, rows, cache, drafter_state,
             jnp.int32(start), size=size,
         )  # fmt: skip
+        start += size
         if progress:
             jax.block_until_ready(rows)
-            progress(min(start + size, longest - 1), longest - 1)
+            progress(min(start, longest - 1), longest - 1)
     return rows, cache, drafter_state

@@ -60,7 +60,7 @@ def append(
     slots = jnp.arange(new_tokens.shape[0])
     stops = (new_tokens[:, None] == stop_tokens).any(-1) & (slots < count)
     until_stop = jnp.where(stops.any(), jnp.argmax(stops) + 1, count)
-    committed = jnp.where(row.running, until_stop, 0)
+    committed = jnp.where(row.running, until_stop, 0).astype(jnp.int32)
     size = row.tokens.shape[0]
     index = jnp.where(slots < committed, row.length + slots, size)
     length = row.length + committed
@@ -71,7 +71,7 @@ def append(
     )
     row = dataclasses.replace(
         row,
-        tokens=row.tokens.at[index].set(new_tokens, mode="drop"),
+        tokens=row.tokens.at[index].set(new_tokens.astype(jnp.int32), mode="drop"),
         length=length,
         status=jnp.where(row.running, status, row.status).astype(jnp.int32),
     )

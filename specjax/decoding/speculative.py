@@ -30,7 +30,7 @@ from specjax.types import Committed, Context, Draft, Drafter, PyTree, Verdict, V
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Per-cycle counts as `specjax.metrics` defines them, each `[B, cycles]` int32."""
+    """Counts as `specjax.metrics` defines them: `[]` of one cycle and row, `[B, cycles]` of all."""
 
     accepted: jax.Array
     drafted: jax.Array
@@ -62,10 +62,10 @@ def propose(
     cache: KVCache,
     state: PyTree,
 ) -> tuple[Draft, PyTree]:
-    """Drafts; no more tokens are valid than the row has room for beside the next token."""
+    """Drafts; no more tokens are valid than the row has room for beside the next one."""
     context = Context(row.tokens, row.length, cache)
     draft, state = drafter.propose(drafter_params, params, state, context, None)
-    room = jnp.maximum(row.limit - row.length - 1, 0)
+    room = jnp.where(row.running, row.limit - row.length - 1, 0)
     return dataclasses.replace(draft, num_valid=jnp.minimum(draft.num_valid, room)), state
 
 
@@ -87,21 +87,24 @@ def verify(
       The pass's output, the verdict, and whether the logits it stands on are finite.
     """
     num_draft_tokens = draft.tokens.shape[0]
-    draft = dataclasses.replace(draft, tokens=draft.tokens[: width - 1])
+    log_q = None if draft.log_q is None else draft.log_q[: width - 1]
+    draft = dataclasses.replace(draft, tokens=draft.tokens[: width - 1], log_q=log_q)
     block = jnp.append(row.anchor, draft.tokens)
     slots = jnp.arange(width)
     start = row.length - 1
     out = model(block, start + slots, cache, start, causal_mask(width), taps)
     logits = model.head(out.hidden)
     verdict = rule(draft, logits, None, None)
-    finite = (jnp.isfinite(logits.max(-1)) | (slots > verdict.accepted)).all()
+    # Nothing behind logits that are not finite holds, though an infinite one has an argmax.
+    sound = jnp.cumprod(jnp.isfinite(logits.max(-1)).astype(jnp.int32)).sum()
+    finite = sound > verdict.accepted
+    verdict = dataclasses.replace(verdict, accepted=jnp.minimum(verdict.accepted, sound))
     return out.padded_to(num_draft_tokens + 1), verdict, finite
 
 
-def narrowest(widths: tuple[int, ...], rows: Row, drafts: Draft) -> jax.Array:
-    """Index of the narrowest pass that holds the longest draft of a row that still runs."""
-    longest = jnp.where(rows.running, drafts.num_valid, 0).max()
-    return jnp.searchsorted(jnp.asarray(widths), longest + 1)
+def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
+    """Index of the narrowest pass that holds the longest draft of the batch."""
+    return jnp.searchsorted(jnp.asarray(widths), drafts.num_valid.max() + 1)
 
 
 def commit(
@@ -116,13 +119,13 @@ def commit(
     out: Output,
     verdict: Verdict,
     finite: jax.Array,
-) -> tuple[Row, KVCache, PyTree, tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[Row, KVCache, PyTree, Counts]:
     """Appends the accepted tokens and the next one, and writes the rows they stand on.
 
     Where the logits are not finite, the accepted tokens are appended without a next one.
 
     Returns:
-      Row, cache, drafter state, and (accepted, drafted, committed) of this cycle.
+      Row, cache, drafter state, and the counts of this cycle.
     """
     width = draft.tokens.shape[0] + 1
     padded = jnp.append(draft.tokens, 0)
@@ -137,7 +140,8 @@ def commit(
     cut = committed <= verdict.accepted
     accepted = jnp.minimum(verdict.accepted, committed)
     drafted = jnp.where(cut, accepted, draft.num_valid)
-    return row, cache, state, (accepted, drafted, committed)
+    counts = jax.tree.map(lambda x: x.astype(jnp.int32), Counts(accepted, drafted, committed))
+    return row, cache, state, counts
 
 
 @functools.partial(
@@ -173,21 +177,12 @@ def speculative_loop(
             for width in widths
         ]
         # The branches return rows of K/V, never caches: a cache would be copied whole.
-        out, verdict, finite = jax.lax.switch(
-            narrowest(widths, rows, draft), passes, rows, cache, draft
-        )
+        out, verdict, finite = jax.lax.switch(narrowest(widths, draft), passes, rows, cache, draft)
         rows, cache, drafter_state, cycle_counts = jax.vmap(
             functools.partial(commit, drafter, drafter_params, params, stop_tokens)
         )(rows, cache, drafter_state, draft, out, verdict, finite)
-        counts = Counts(
-            *(
-                column.at[:, state.cycle].set(value)
-                for column, value in zip(
-                    (state.counts.accepted, state.counts.drafted, state.counts.committed),
-                    cycle_counts,
-                    strict=True,
-                )
-            )
+        counts = jax.tree.map(
+            lambda column, value: column.at[:, state.cycle].set(value), state.counts, cycle_counts
         )
         return SpeculativeState(rows, cache, drafter_state, counts, state.cycle + 1)
 

@@ -6,7 +6,7 @@ DRAFTERS = {"ngram": NGram}
 
 
 def drafter_from_name(name: str, **options):
-    """The registered drafter of that name, built with `options`; None for `none`.
+    """The registered drafter of that name, built with `options`; None, whatever they are, for `none`.
 
     Raises:
       ValueError: there is no such drafter; the message lists those there are.

@@ -79,10 +79,9 @@ class NGram:
         equal_so_far = ends < anchor
         for back in range(self.max_ngram):
             before = jnp.roll(tokens, back)  # before[e] = tokens[e − back]
-            inside = (ends >= back) & (anchor >= back)
-            equal_so_far &= inside & (before == tokens[anchor - back])
+            equal_so_far &= (ends >= back) & (before == tokens[anchor - back])
             matched = matched + equal_so_far
-        end = jnp.argmax(jnp.where(matched > 0, matched * tokens.shape[0] + ends, -1))
+        end = jnp.argmax(matched * tokens.shape[0] + ends)
         period = jnp.maximum(anchor - end, 1)
         copied = tokens[end + 1 + jnp.arange(self.num_draft_tokens) % period]
         num_valid = jnp.where(matched[end] >= self.min_ngram, self.num_draft_tokens, 0)

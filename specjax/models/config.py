@@ -61,11 +61,21 @@ class ModelConfig:
     def __post_init__(self):
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-            "num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "context_length",
+            "num_kv_heads", "head_dim", "context_length",
         ):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            if type(value) is not int or value < 1:
+                raise ValueError(f"model config: {name} must be a positive integer, got {value!r}")
+        factors = [("rope_factors", factor) for factor in self.rope_factors]
+        for name, value in [
+            ("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta), *factors,
+        ]:  # fmt: skip
+            if not isinstance(value, float) or not 0 < value < math.inf:
                 raise ValueError(f"model config: {name} must be a positive number, got {value!r}")
+        if type(self.tie_embeddings) is not bool:
+            raise ValueError(
+                f"model config: tie_embeddings must be true or false, got {self.tie_embeddings!r}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model config: num_heads {self.num_heads} is not a multiple of "
@@ -127,7 +137,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         ("attn_logit_softcapping", None),
         ("final_logit_softcapping", None),
     ):
-        if raw.get(key, expected) != expected:
+        if raw.get(key) not in (None, expected):
             raise ValueError(f"config.json: {key}={raw[key]!r} is not supported, only {expected!r}")
     try:
         hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
@@ -142,17 +152,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             num_heads=num_heads,
             num_kv_heads=raw.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(theta),
             rope_factors=factors,
             tie_embeddings=raw.get("tie_word_embeddings", gemma),
-            context_length=raw.get("max_position_embeddings", 2048),
+            context_length=raw.get("max_position_embeddings") or 2048,
             **family,
         )
     except KeyError as error:
         raise ValueError(f"config.json: key {error.args[0]!r} is missing") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"config.json: a value has the wrong type: {error}") from None
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"config.json: a value cannot be used: {error}") from None
 
 
 _FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
@@ -195,7 +205,7 @@ def _rope_from_hf(raw: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[f
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)  # Gemma 3: one for each kind of layer
     default = 1e6 if raw["model_type"] == "gemma3_text" else 10000.0
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or default
+    theta = rope.get("rope_theta", raw.get("rope_theta", default))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, ()
@@ -245,11 +255,11 @@ def config_from_gguf(
 
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length", hidden_size // num_heads)
-    # llama3 scaling is stored as rope_freqs.weight.
+    # llama3 scaling is not among these types: it is stored as rope_freqs.weight.
     scaling = get("rope.scaling.type", "none")
     if scaling == "linear":
         rope_factors = (float(get("rope.scaling.factor")),) * (head_dim // 2)
-    elif scaling not in ("none", "llama3"):
+    elif scaling != "none":
         raise ValueError(f"GGUF metadata: RoPE scaling {scaling!r} is not supported")
     rotated = get("rope.dimension_count", head_dim)
     if rotated != head_dim:

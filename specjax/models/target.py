@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,6 @@ class Target:
       name: where it came from, for messages and results.
       config: its architecture.
       params: nested dict of arrays, passed to jitted functions as an argument.
-      graphdef: the static half of `nnx.split`; `nnx.merge(graphdef, params)` is the Transformer.
       tokenizer: with its chat template, if there is one; None where only token ids are used.
       stop_tokens: ids that end a row (end of sequence, end of turn).
     """
@@ -32,7 +32,6 @@ class Target:
     name: str
     config: ModelConfig
     params: Any
-    graphdef: Any
     tokenizer: PreTrainedTokenizerFast | None = None
     stop_tokens: tuple[int, ...] = ()
 
@@ -41,12 +40,10 @@ class Target:
         """Type of the weights, in which the model computes."""
         return self.params["embedding"].dtype
 
-
-def abstract_model(config: ModelConfig, dtype: jax.typing.DTypeLike) -> tuple[Any, Any]:
-    """The graph definition, and the params as shapes and types, without allocating anything."""
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
-    graphdef, state = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(state)
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        """The static half of `nnx.split`: `nnx.merge(graphdef, params)` is the Transformer."""
+        return nnx.graphdef(nnx.eval_shape(lambda: Transformer(self.config, rngs=nnx.Rngs(0))))
 
 
 def random_target(
@@ -56,5 +53,5 @@ def random_target(
 
     `fields` are passed to `Target` (tokenizer, stop_tokens).
     """
-    graphdef, state = nnx.split(Transformer(config, rngs=nnx.Rngs(seed), dtype=dtype))
-    return Target("random", config, nnx.to_pure_dict(state), graphdef, **fields)
+    state = nnx.state(Transformer(config, rngs=nnx.Rngs(seed), dtype=dtype))
+    return Target("random", config, nnx.to_pure_dict(state), **fields)

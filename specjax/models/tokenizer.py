@@ -84,7 +84,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
     def special(name):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else tokens[index]
+        if index is None:
+            return None
+        if type(index) is not int or not 0 <= index < len(tokens):
+            raise ValueError(f"GGUF tokenizer: {name}_token_id {index!r} is no token")
+        return tokens[index]
 
     _add_edges(backend, metadata, special("bos"), special("eos"))
     return _transformers().PreTrainedTokenizerFast(
@@ -110,8 +114,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
         ],
         "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), byte_level],
     }
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    name = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}.get(name, name)
+    name = _pre_tokenizer(metadata)
     if name not in splits:
         raise ValueError(
             f"GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(splits)}"
@@ -123,6 +126,11 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits[name])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str | None:
+    name = metadata.get("tokenizer.ggml.pre")
+    return "llama-bpe" if name in ("llama3", "llama-v3") else name
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -162,9 +170,9 @@ def _add_edges(backend: Tokenizer, metadata: Mapping[str, Any], bos: str, eos: s
     """Adds the begin and end tokens around a text, where the file asks for them."""
     from tokenizers import processors
 
-    # Files made before the flag existed: llama.cpp adds BOS to a sentencepiece vocabulary.
-    old = metadata["tokenizer.ggml.model"] == "llama"
-    first = bos if metadata.get("tokenizer.ggml.add_bos_token", old) else None
+    # Where the file has no flag: Llama's own tokenizers (2 and 3) begin a text with BOS.
+    usual = metadata["tokenizer.ggml.model"] == "llama" or _pre_tokenizer(metadata) == "llama-bpe"
+    first = bos if metadata.get("tokenizer.ggml.add_bos_token", usual) else None
     last = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     edges = [token for token in (first, last) if token]
     if edges:
@@ -185,10 +193,18 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str, *, chat: bool) 
     """
     if not chat:
         return tokenizer(text)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError("this target has no chat template: use chat=False (--nochat)")
+    import jinja2
+
     messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the target's chat template cannot be rendered: {error}") from error
+    return rendered["input_ids"]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:

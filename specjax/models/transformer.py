@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.models.cache import KVCache
@@ -97,11 +98,9 @@ def rotation(
     head_dim: int, theta: float, factors: tuple[float, ...], positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the rotary angles, float32 `[T, 1, head_dim / 2]`."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequencies = theta**-exponents
-    if factors:
-        frequencies = frequencies / jnp.asarray(factors, jnp.float32)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    frequencies = frequencies / np.asarray(factors or 1.0)
+    angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -136,7 +135,7 @@ def attend(
       `[T, G, n, d]`.
     """
     length, groups, per_group, size = queries.shape
-    queries = (queries * scale).transpose(1, 2, 0, 3).reshape(groups, -1, size)
+    queries = queries.transpose(1, 2, 0, 3).reshape(groups, -1, size)
 
     def product(left, right, axis):
         # Spelled out, because einsum would put the long operand first and transpose its result.
@@ -145,7 +144,7 @@ def attend(
 
     def scores(rows, mask):
         mask = jnp.tile(mask, (per_group, 1)) if len(mask) > 1 else mask
-        return jnp.where(mask, product(queries, rows, 2), -jnp.inf)
+        return jnp.where(mask, scale * product(queries, rows, 2), -jnp.inf)
 
     past, block = scores(cache_keys, cache_mask), scores(keys, block_mask)
     peak = jnp.maximum(block.max(-1), past.max(-1))[..., None]
@@ -306,7 +305,9 @@ class Transformer(nnx.Module):
         features = [outputs[tap] for tap in taps]
         return Output(
             hidden=self.final_norm(x),
-            features=jnp.stack(features, axis=1) if taps else jnp.zeros((len(x), 0, x.shape[1])),
+            features=jnp.stack(features, axis=1)
+            if taps
+            else jnp.zeros((len(x), 0, x.shape[1]), x.dtype),
             rows=KVCache(k=tuple(keys), v=tuple(values)),
         )
 

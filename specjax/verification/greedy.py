@@ -12,8 +12,8 @@ from specjax.types import Draft, PyTree, Verdict
 def greedy(
     draft: Draft,
     target_logits: jax.Array,
-    sampling: PyTree | None = None,
-    noise: PyTree | None = None,
+    sampling: PyTree | None,
+    noise: PyTree | None,
 ) -> Verdict:
     """Accepts the longest prefix of the draft that plain greedy decoding would have produced.
 

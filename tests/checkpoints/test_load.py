@@ -182,6 +182,71 @@ def test_old_and_redundant_tensors_are_ignored(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, load_target(GOLDEN / "llama_tied").params)
 
 
+def damage(entry, kind):
+    if kind == "truncated":
+        os.truncate(entry / "params.safetensors", 1000)
+    elif kind == "incomplete":
+        params = load_file(entry / "params.safetensors")
+        params.popitem()
+        save_file(params, entry / "params.safetensors")
+    elif kind == "empty":
+        (entry / "target.json").write_text("{}")
+    elif kind == "no tokenizer":
+        shutil.rmtree(entry / "tokenizer")
+    else:
+        shutil.rmtree(entry)
+        entry.write_text("a file")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "incomplete", "empty", "no tokenizer", "file"])
+def test_damaged_converted_copy_is_made_anew(tmp_path, cache, caplog, kind):
+    path = write_gguf(tmp_path / "m.gguf", GOLDEN / "llama_tied")
+    first = load_target(path)
+    (entry,) = (cache / "converted").iterdir()
+    damage(entry, kind)
+    second = load_target(path)
+    assert "are damaged and made anew" in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+    assert second.tokenizer is not None and (entry / "params.safetensors").exists()
+
+
+def test_unwritable_cache_is_no_obstacle(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SPECJAX_CACHE", "/dev/null")
+    target = load_target(write_gguf(tmp_path / "m.gguf", GOLDEN / "llama_tied"))
+    assert target.tokenizer is not None
+    assert "the converted weights are not kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id must be a token id"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [2, null]}',
+            "eos_token_id must be a token id",
+        ),
+        ("generation_config.json", '{"eos_token_id": 99}', "eos_token_id must be a token id"),
+        ("model.safetensors.index.json", '{"weight_map": ["a"]}', "weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "weight_map"),
+    ],
+)
+def test_json_with_odd_content(tmp_path, file, content, message):
+    folder = tmp_path / "copy"
+    shutil.copytree(GOLDEN / "llama_tied", folder)
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_target(folder)
+
+
+def test_weights_that_are_no_floats_are_refused(tmp_path):
+    def change(tensors):
+        tensors["model.norm.weight"] = np.ones(32, np.int8)
+
+    with pytest.raises(ValueError, match=r"model.norm.weight is stored as I8; read are F64, F32"):
+        load_target(changed_copy(tmp_path, change))
+
+
 def changed_copy(tmp_path, change, name="llama_tied"):
     folder = tmp_path / "copy"
     shutil.copytree(GOLDEN / name, folder)

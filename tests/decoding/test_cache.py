@@ -21,16 +21,16 @@ from specjax.models.config import ModelConfig
 from specjax.models.target import random_target
 from specjax.models.transformer import Transformer, causal_mask
 from specjax.verification import RULES
-from tests.decoding.test_decode import PROMPTS, oracle, reference_text
+from tests.fakes import PROMPTS, oracle, reference_text
 
 SIZE, BUDGET = 96, 40
 
 
 def start(target, drafter, prompts=PROMPTS, size=SIZE, budget=BUDGET):
-    """A batch after prefill, as `specjax.decode` makes it."""
+    """A batch after prefill, as `specjax.decode` makes it; but the cache is full of huge values."""
     ids = [np.asarray(prompt, np.int32) for prompt in prompts]
     rows = decoding._rows(ids, np.full(len(ids), budget), size, size)
-    empty = KVCache.zeros(target.config, size, target.dtype)
+    empty = jax.tree.map(lambda x: x - 1e30, KVCache.zeros(target.config, size, target.dtype))
     cache, state = decoding._broadcast((empty, ()), len(ids))
     rows, cache, state = prefill(
         target.graphdef, target.params, drafter, (), rows, cache, state,
@@ -167,8 +167,23 @@ def test_programs_are_reused(tiny, monkeypatch):
     assert sorted(traces) == [(1,), (4,), (32,)]
     del traces[:]
     for prompts, budget in ((PROMPTS[1:3], 9), (PROMPTS[3:], 60), ([[1], [2]], [1, 2])):
-        specjax.decode(tiny, NGram(3), prompts, max_new_tokens=budget)
-        specjax.decode(tiny, NGram(3), prompts, max_new_tokens=budget, stop_tokens=[])
+        for stops in ([], [7], [7, 8, 9]):
+            specjax.decode(tiny, NGram(3), prompts, max_new_tokens=budget, stop_tokens=stops)
     assert traces == []
     specjax.decode(tiny, None, PROMPTS[:2], max_new_tokens=20)
-    assert sorted(set(traces)) == [(1,), (32,)]
+    assert sorted(traces) == [(1,), (32,)]
+
+
+@pytest.mark.parametrize("drafter", [None, NGram(3)])
+def test_one_cache_is_alive_while_decoding(tiny, drafter):
+    """Arrays that are alive during prefill and decoding: the state, and no second cache."""
+    before = sum(x.nbytes for x in jax.live_arrays())
+    alive = []
+
+    def progress(*_):
+        alive.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+
+    specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40, max_len=2048, progress=progress)
+    cache = 2 * 3 * len(PROMPTS) * 2 * 2048 * 8 * 4  # K and V, layers, rows, groups, S, head_dim
+    assert len(alive) >= 3
+    assert max(alive) < 1.5 * cache

@@ -1,4 +1,4 @@
-"""Writes tiny random checkpoints of every family and their reference logits, by `transformers` with torch.
+"""Writes tiny random checkpoints of every family and their reference logits, with `transformers`.
 
   python tests/golden/make_golden.py      # needs the extra `parity`
 
@@ -13,7 +13,7 @@ import pathlib
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).parent
 SHAPE = {

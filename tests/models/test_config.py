@@ -78,13 +78,24 @@ def test_defaults_of_old_llama_configs():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, "RoPE type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "llama3"}}, "key 'factor' is missing"),
+        ({"hidden_size": "64"}, "a value cannot be used"),
+        ({"rope_parameters": "x"}, "a value cannot be used"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0.0"),
+        ({"tie_word_embeddings": "false"}, "tie_embeddings must be true or false, got 'false'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"max_position_embeddings": 1e30}, "context_length must be a positive integer"),
+        ({"num_hidden_layers": [2]}, "num_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"vocab_size": 0}, "vocab_size must be a positive number, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
     ],
 )
 def test_what_cannot_be_run_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(RAW | change)
+
+
+def test_null_means_default():
+    assert config_from_hf(RAW | {"attention_bias": None, "rope_scaling": None}).rope_factors == ()
 
 
 def test_missing_key_is_named():

@@ -57,7 +57,6 @@ def test_edges_are_added_as_the_file_says():
     ("pre", "words"),
     [
         ("gpt-2", ["it", "'s", "Ġ12345", "ĠA"]),
-        ("default", ["it", "'s", "Ġ12345", "ĠA"]),
         ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠA"]),
         ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĠA"]),
     ],
@@ -66,9 +65,13 @@ def test_pre_tokenizers_split_as_they_should(pre, words):
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": ["x"],
+        "tokenizer.ggml.tokens": ["x", "<s>"],
         "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 1,
     }
+    # Llama 3's begins a text with BOS where the file does not say otherwise.
+    expected = [1, 0] if pre == "llama-bpe" else [0]
+    assert tokenizer_from_gguf(metadata)("x").input_ids == expected
     backend = tokenizer_from_gguf(metadata).backend_tokenizer
     split = backend.pre_tokenizer.pre_tokenize_str("it's 12345 A")
     assert [word for word, _ in split] == words
@@ -78,7 +81,7 @@ def test_damaged_metadata_is_named():
     with pytest.raises(
         ValueError, match="GGUF tokenizer 'gpt2' is damaged: 'tokenizer.ggml.tokens'"
     ):
-        tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2"})
+        tokenizer_from_gguf({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"})
 
 
 def test_a_character_cut_across_tokens_goes_to_its_last_one():
