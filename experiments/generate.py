@@ -22,7 +22,7 @@ from rich.text import Text
 
 import specjax
 from experiments import launch
-from specjax import drafters, metrics
+from specjax import metrics
 from specjax.evaluation.compare import Comparison, compare
 from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
@@ -32,12 +32,21 @@ from specjax.types import DecodeResult, Drafter, Progress
 _TARGET = flags.DEFINE_string(
     "target", None, "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
 )
-_DRAFTER = flags.DEFINE_string("drafter", "ngram", "Drafter: none, ngram.")
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "ngram", "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS] or draft_lm:MODEL."
+)
 _PROMPTS = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _CHAT = flags.DEFINE_bool(
     "chat", None, "Render prompts through the chat template. Default: where the target has one."
 )
-_NUM_DRAFT_TOKENS = flags.DEFINE_integer("num_draft_tokens", 8, "K, drafted tokens a cycle.")
+_NUM_DRAFT_TOKENS = flags.DEFINE_integer(
+    "num_draft_tokens", None, "K, drafted tokens a cycle. Default: the drafter's usual one."
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k likeliest tokens; 0 keeps all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens with this mass.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Keep tokens this likely relative to the likeliest.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _MAX_LEN = flags.DEFINE_integer(
     "max_len", None, "Rows of the KV cache: prompt and answer. Default: what they need."
@@ -60,9 +69,9 @@ def main() -> None:
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     if _JSON.value:
         pathlib.Path(_JSON.value).touch()  # an unwritable file is told before the work, not after
-    drafter = drafters.drafter_from_name(_DRAFTER.value, num_draft_tokens=_NUM_DRAFT_TOKENS.value)
     with launch.progress() as report:
         target = specjax.load_target(_TARGET.value, progress=report)
+    drafter = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
     answers = []
     for prompt in _PROMPTS.value:
         with launch.progress() as report:
@@ -82,6 +91,11 @@ def answer(
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "max_len": _MAX_LEN.value,
         "chat": _CHAT.value,
+        "temperature": _TEMPERATURE.value,
+        "top_k": _TOP_K.value,
+        "top_p": _TOP_P.value,
+        "min_p": _MIN_P.value,
+        "key": jax.random.key(_SEED.value),
     }
     if _COMPARE.value:
         comparison = compare(

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 from specjax import metrics
+from specjax.noise import Noise
+from specjax.sampling import Sampling
 
 PyTree = Any
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -64,7 +66,7 @@ class Context:
     tokens: jax.Array
     length: jax.Array
     target_cache: PyTree
-    sampling: PyTree | None = None
+    sampling: Sampling | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +131,7 @@ class Drafter(Protocol):
         target_params: PyTree,
         state: PyTree,
         context: Context,
-        noise: PyTree | None,
+        noise: Noise | None,
     ) -> tuple[Draft, PyTree]:
         """Drafts the tokens after the anchor. `noise` is None in the greedy mode."""
         ...
@@ -141,6 +143,21 @@ class Drafter(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter with its weights: what `specjax.decode` takes, like a `Drafter` that has none.
+
+    Attributes:
+      drafter: the pure functions.
+      params: their first argument.
+      name: for messages and results.
+    """
+
+    drafter: Drafter
+    params: PyTree
+    name: str
+
+
 class Verifier(Protocol):
     """A verification rule: a pure function of one sequence's draft and target logits."""
 
@@ -148,8 +165,8 @@ class Verifier(Protocol):
         self,
         draft: Draft,
         target_logits: jax.Array,
-        sampling: PyTree | None,
-        noise: PyTree | None,
+        sampling: Sampling | None,
+        noise: Noise | None,
     ) -> Verdict:
         """Decides how much of the draft to keep, and the token after it.
 

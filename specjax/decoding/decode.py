@@ -18,8 +18,9 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.models.tokenizer import encode_prompt
 from specjax.models.transformer import check_taps
-from specjax.types import DecodeResult, Drafter, Progress, PyTree, StopReason
-from specjax.verification import RULES
+from specjax.sampling import Sampling
+from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress, PyTree, StopReason
+from specjax.verification import RULES, greedy
 
 Prompt = str | Sequence[int]
 
@@ -29,35 +30,42 @@ REPORT_EVERY = 16  # cycles between two progress reports
 
 def decode(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | LoadedDrafter | None,
     prompts: Prompt | Sequence[Prompt],
     *,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    key: jax.Array | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     max_len: int | None = None,
-    rule: str = "greedy",
+    rule: str = "token",
     stop_tokens: Sequence[int] | None = None,
     chat: bool | None = None,
-    drafter_params: PyTree = (),
     progress: Progress | None = None,
 ) -> DecodeResult:
-    """Decodes a batch of prompts greedily, speculatively where there is a drafter.
+    """Decodes a batch of prompts, speculatively where there is a drafter.
 
-    The tokens are those of plain greedy decoding, whatever the drafter: it changes only how many
-    forward passes of the target they take. (Only a row that ends by NAN may end up to K tokens
-    sooner: a pass over drafts meets the NaN earlier.)
+    At temperature 0 the tokens are those of plain greedy decoding, whatever the drafter; otherwise
+    their law is plain sampling's. The drafter changes only how many forward passes of the target they
+    take. (Only a row that ends by NAN may end up to K tokens sooner: a pass over drafts meets the NaN
+    earlier.) A row depends on its prompt, its parameters, its index and `key`, not on the others.
 
     Args:
       target: from `specjax.load_target`.
       drafter: for instance `specjax.drafters.NGram(num_draft_tokens=8)`; None for plain decoding.
       prompts: a text or a list of them, or token ids or a list of those. Token ids are used as they
         are; a text is tokenized, see `chat`.
+      temperature, top_k, top_p, min_p: sampling, as `specjax.sampling.Sampling` has them; for all rows,
+        or one for each. Where every temperature is 0 the batch is decoded in the greedy mode.
+      key: from `jax.random.key`; needed where a temperature is above 0.
       max_new_tokens: for all rows, or one for each.
       max_len: rows of the KV cache, the longest that prompt and output may become together. By
         default a bucket (a power of two) that holds the longest row.
-      rule: name of the verification rule.
+      rule: name of the verification rule of the sampling mode.
       stop_tokens: ids that end a row; by default the target's.
       chat: render texts as a user's turn through the chat template; by default where there is one.
-      drafter_params: of drafters that have weights.
       progress: called with (what, done, total); costs a synchronisation now and then.
 
     Raises:
@@ -67,6 +75,10 @@ def decode(
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(sorted(RULES))}")
     ids = _encode(target, prompts, chat)
     budgets = _budgets(max_new_tokens, len(ids))
+    sampling = _sampling(len(ids), temperature, top_k, top_p, min_p)
+    keys = None if sampling is None else _request_keys(key, len(ids))
+    verify = greedy if sampling is None else RULES[rule]
+    drafter, drafter_params = _parts(drafter)
     size = _cache_size(target, ids, budgets, max_len)
     stops = _stop_ids(target, target.stop_tokens if stop_tokens is None else stop_tokens)
     if drafter:
@@ -93,15 +105,15 @@ def decode(
         state = PlainState(rows, cache, jnp.int32(0))
 
         def run(state, until):
-            return plain_loop(target.graphdef, target.params, state, stops, until)
+            return plain_loop(target.graphdef, target.params, state, sampling, keys, stops, until)
     else:
         counts = Counts.zeros(batch, size)
         state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
 
         def run(state, until):
             return speculative_loop(
-                target.graphdef, target.params, drafter, drafter_params, RULES[rule], state,
-                stops, until, widths=(1, drafter.num_draft_tokens + 1),
+                target.graphdef, target.params, drafter, drafter_params, verify, state,
+                sampling, keys, stops, until, widths=(1, drafter.num_draft_tokens + 1),
             )  # fmt: skip
 
     state = _run_to_the_end(run, state, size, ids, progress)
@@ -176,6 +188,46 @@ def _budgets(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
             f"max_new_tokens must be at least 1 (a whole number), got {max_new_tokens}"
         )
     return np.broadcast_to(np.minimum(budgets, 2**30), batch)
+
+
+def _sampling(batch: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Sampling | None:
+    """The rows' parameters, checked; None where all are greedy, a filter None where none uses it."""
+
+    def per_row(name, given, valid, allowed, neutral, dtype=np.float32):
+        values = np.asarray(given)
+        if values.ndim > 1 or (values.ndim == 1 and len(values) != batch):
+            raise ValueError(f"{name}: expected one number or {batch} (one a prompt), got {given}")
+        kinds = "iu" if dtype == np.int32 else "iuf"
+        if values.dtype.kind not in kinds or not np.all(valid(values)):
+            raise ValueError(f"{name} must be {allowed}, got {given}")
+        if (values == neutral).all():
+            return None
+        return jnp.asarray(np.broadcast_to(values, batch).astype(dtype))
+
+    rows = Sampling(
+        per_row("temperature", temperature, lambda t: (t >= 0) & (t < np.inf), "at least 0", 0),
+        per_row("top_k", top_k, lambda k: k >= 0, "a whole number, at least 0", 0, np.int32),
+        per_row("top_p", top_p, lambda p: (p > 0) & (p <= 1), "in (0, 1]", 1),
+        per_row("min_p", min_p, lambda p: (p >= 0) & (p < 1), "in [0, 1)", 0),
+    )
+    return None if rows.temperature is None else rows
+
+
+def _request_keys(key: jax.Array | None, batch: int) -> jax.Array:
+    """One key a prompt, by its index, so that a row does not depend on the size of the batch."""
+    if key is None:
+        raise ValueError("a temperature above 0 needs a key: key=jax.random.key(seed)")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
+        raise ValueError(
+            f"key: expected one from jax.random.key(seed), got {key.dtype} {key.shape}"
+        )
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+
+
+def _parts(drafter: Drafter | LoadedDrafter | None) -> tuple[Drafter | None, PyTree]:
+    if isinstance(drafter, LoadedDrafter):
+        return drafter.drafter, drafter.params
+    return drafter, ()
 
 
 def _cache_size(

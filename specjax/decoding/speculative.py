@@ -24,6 +24,8 @@ from flax import nnx
 from specjax.decoding.rows import Row, append
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.transformer import Output, Transformer, causal_mask
+from specjax.noise import Noise
+from specjax.sampling import Sampling
 from specjax.types import Committed, Context, Draft, Drafter, PyTree, Verdict, Verifier
 
 
@@ -61,10 +63,12 @@ def propose(
     row: Row,
     cache: KVCache,
     state: PyTree,
+    sampling: Sampling | None,
+    noise: Noise | None,
 ) -> tuple[Draft, PyTree]:
     """Drafts; no more tokens are valid than the row has room for beside the next one."""
-    context = Context(row.tokens, row.length, cache)
-    draft, state = drafter.propose(drafter_params, params, state, context, None)
+    context = Context(row.tokens, row.length, cache, sampling)
+    draft, state = drafter.propose(drafter_params, params, state, context, noise)
     room = jnp.where(row.running, row.limit - row.length - 1, 0)
     return dataclasses.replace(draft, num_valid=jnp.minimum(draft.num_valid, room)), state
 
@@ -77,6 +81,8 @@ def verify(
     row: Row,
     cache: KVCache,
     draft: Draft,
+    sampling: Sampling | None,
+    noise: Noise | None,
 ) -> tuple[Output, Verdict, jax.Array]:
     """One forward pass over [anchor, first width − 1 drafts], and the rule on its logits.
 
@@ -94,7 +100,7 @@ def verify(
     start = row.length - 1
     out = model(block, start + slots, cache, start, causal_mask(width), taps)
     logits = model.head(out.hidden)
-    verdict = rule(draft, logits, None, None)
+    verdict = rule(draft, logits, sampling, noise)
     # Nothing behind logits that are not finite holds, though an infinite one has an argmax.
     sound = jnp.cumprod(jnp.isfinite(logits.max(-1)).astype(jnp.int32)).sum()
     finite = sound > verdict.accepted
@@ -154,6 +160,8 @@ def speculative_loop(
     drafter_params: PyTree,
     rule: Verifier,
     state: SpeculativeState,
+    sampling: Sampling | None,
+    keys: jax.Array | None,
     stop_tokens: jax.Array,
     until: jax.Array,
     *,
@@ -164,20 +172,24 @@ def speculative_loop(
     The batch is inside the loop: a vmapped `while_loop` would copy the cache in every step.
     `widths` are the tokens of the compiled verification passes, ascending, K + 1 the last; each
     cycle takes the narrowest that holds its drafts, so a cycle without any costs a plain step.
+    `sampling` and the request `keys` have the batch axis; both are None in the greedy mode.
     """
     model = nnx.merge(graphdef, params)
 
     def body(state: SpeculativeState) -> SpeculativeState:
         rows, cache = state.rows, state.cache
+        noise = None if keys is None else Noise(keys, rows.length - 1)
         draft, drafter_state = jax.vmap(
             functools.partial(propose, drafter, drafter_params, params)
-        )(rows, cache, state.drafter_state)
+        )(rows, cache, state.drafter_state, sampling, noise)
         passes = [
             jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))
             for width in widths
         ]
         # The branches return rows of K/V, never caches: a cache would be copied whole.
-        out, verdict, finite = jax.lax.switch(narrowest(widths, draft), passes, rows, cache, draft)
+        out, verdict, finite = jax.lax.switch(
+            narrowest(widths, draft), passes, rows, cache, draft, sampling, noise
+        )
         rows, cache, drafter_state, cycle_counts = jax.vmap(
             functools.partial(commit, drafter, drafter_params, params, stop_tokens)
         )(rows, cache, drafter_state, draft, out, verdict, finite)

@@ -10,6 +10,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from specjax.noise import Noise
 from specjax.types import Committed, Context, Draft, PyTree
 
 
@@ -59,7 +60,7 @@ class NGram:
         target_params: PyTree,
         state: PyTree,
         context: Context,
-        noise: PyTree | None,
+        noise: Noise | None,
     ) -> tuple[Draft, PyTree]:
         """All K tokens are valid, or none where no match is long enough.
 

@@ -10,7 +10,7 @@ from typing import Any
 from specjax.decoding.decode import Prompt, decode
 from specjax.evaluation.identity import identical
 from specjax.models.target import Target
-from specjax.types import DecodeResult, Drafter, Progress
+from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Comparison:
 
 def compare(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | LoadedDrafter,
     prompts: Prompt | Sequence[Prompt],
     *,
     repeats: int = 3,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.sampling import argmax
-from specjax.types import Draft, PyTree, Verdict
+from specjax.noise import Noise
+from specjax.sampling import Sampling, argmax
+from specjax.types import Draft, Verdict
 
 
 def greedy(
     draft: Draft,
     target_logits: jax.Array,
-    sampling: PyTree | None,
-    noise: PyTree | None,
+    sampling: Sampling | None,
+    noise: Noise | None,
 ) -> Verdict:
     """Accepts the longest prefix of the draft that plain greedy decoding would have produced.
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import specjax
+from specjax import drafters
 from specjax.decoding import decode as decoding
 from specjax.decoding.autoregressive import PlainState, plain_loop
 from specjax.decoding.prefill import prefill, prefill_chunk
@@ -20,7 +21,7 @@ from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.target import random_target
 from specjax.models.transformer import Transformer, causal_mask
-from specjax.verification import RULES
+from specjax.verification import greedy
 from tests.fakes import PROMPTS, oracle, reference_text
 
 SIZE, BUDGET = 96, 40
@@ -44,9 +45,11 @@ def start(target, drafter, prompts=PROMPTS, size=SIZE, budget=BUDGET):
 def run(target, drafter, state, until):
     stops = jnp.zeros(0, jnp.int32)
     if drafter is None:
-        return plain_loop(target.graphdef, target.params, state, stops, jnp.int32(until))
+        return plain_loop(
+            target.graphdef, target.params, state, None, None, stops, jnp.int32(until)
+        )
     return speculative_loop(
-        target.graphdef, target.params, drafter, (), RULES["greedy"], state, stops,
+        target.graphdef, target.params, drafter, (), greedy, state, None, None, stops,
         jnp.int32(until), widths=(1, drafter.num_draft_tokens + 1),
     )  # fmt: skip
 
@@ -118,20 +121,26 @@ def temporaries(kind, max_len, batch=2):
         num_kv_heads=2, head_dim=128, tie_embeddings=True, context_length=8192,
     )  # fmt: skip
     target = random_target(config)
-    drafter = None if kind == "plain" else NGram(4)
-    width = {"plain": 1, "speculative": 5, "prefill": 32}[kind]
+    loaded = {
+        "draft_lm": drafters.draft_lm(target, target, 4),
+        "early_exit": drafters.early_exit(target, 2, 4),
+    }.get(kind)
+    drafter = {"plain": None}.get(kind, loaded.drafter if loaded else NGram(4))
+    params = loaded.params if loaded else ()
+    width = {"plain": 1, "prefill": 32}.get(kind, 5)
     rows = decoding._rows([np.ones(3, np.int32)] * batch, np.full(batch, 64), max_len, max_len)
     empty = KVCache.zeros(config, max_len, jnp.float32)
-    cache, state = decoding._broadcast((empty, ()), batch)
+    state = drafter.init_state(max_len) if drafter else ()
+    cache, state = decoding._broadcast((empty, state), batch)
     zero, stops = jnp.int32(0), jnp.zeros(0, jnp.int32)
     if kind == "plain":
         lowered = plain_loop.lower(
-            target.graphdef, target.params, PlainState(rows, cache, zero), stops, zero
+            target.graphdef, target.params, PlainState(rows, cache, zero), None, None, stops, zero
         )
-    elif kind == "speculative":
+    elif kind != "prefill":
         carry = SpeculativeState(rows, cache, state, Counts.zeros(batch, 64), zero)
         lowered = speculative_loop.lower(
-            target.graphdef, target.params, drafter, (), RULES["greedy"], carry, stops, zero,
+            target.graphdef, target.params, drafter, params, greedy, carry, None, None, stops, zero,
             widths=(1, 5),
         )  # fmt: skip
     else:
@@ -142,7 +151,7 @@ def temporaries(kind, max_len, batch=2):
     return memory.temp_size_in_bytes, 4 * batch * config.num_heads * width * max_len
 
 
-@pytest.mark.parametrize("kind", ["plain", "speculative", "prefill"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "draft_lm", "early_exit", "prefill"])
 def test_no_cache_is_ever_copied(kind):
     small, small_scores = temporaries(kind, 512)
     large, large_scores = temporaries(kind, 4096)

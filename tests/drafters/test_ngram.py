@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import drafters
 from specjax.drafters import NGram
 from specjax.types import Context
 from tests.fakes import lookup
@@ -72,10 +71,3 @@ def test_nothing_is_drafted_without_a_match():
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         NGram(**options)
-
-
-def test_registry():
-    assert drafters.drafter_from_name("none") is None
-    assert drafters.drafter_from_name("ngram", num_draft_tokens=2) == NGram(2)
-    with pytest.raises(ValueError, match="unknown drafter 'eagle'; known: none, ngram"):
-        drafters.drafter_from_name("eagle")

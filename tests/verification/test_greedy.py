@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from specjax.sampling import argmax
 from specjax.types import Draft
-from specjax.verification import RULES
-
-greedy = RULES["greedy"]
+from specjax.verification import greedy
 
 
 def by_hand(tokens, choices, num_valid):

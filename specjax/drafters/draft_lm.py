@@ -1,0 +1,149 @@
+"""A second, smaller language model as drafter (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.drafters.chain import draft_chain
+from specjax.models.cache import KVCache, write_rows
+from specjax.models.config import ModelConfig
+from specjax.models.target import Target
+from specjax.models.transformer import Scratch, causal_mask
+from specjax.noise import Noise
+from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftLMState:
+    """The drafter's own cache, valid for rows < length − 2, and the rows of the last draft."""
+
+    cache: KVCache
+    rows: KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLM:
+    """Drafts with a model of the target's vocabulary and its own KV cache.
+
+    A draft feeds K tokens, so after a whole draft was accepted the row of its last token is missing.
+    Therefore every draft begins with two tokens, the one before the anchor and the anchor:
+
+    ```
+    slot        0        1       2   …   K          rows kept for `observe`
+    token       before   anchor  d1  …   d(K−1)
+    position    n − 2    n − 1   n   …   n + K − 2
+    ```
+
+    The first slot recomputes a row that may be there already; where n = 1 there is no such token,
+    and the slot is hidden.
+
+    Attributes:
+      graphdef, config, dtype: of the drafting model; its params are the drafter's.
+      num_draft_tokens: K.
+    """
+
+    graphdef: Any
+    config: ModelConfig
+    dtype: jnp.dtype
+    num_draft_tokens: int = 4
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+
+    def init_state(self, max_len: int) -> DraftLMState:
+        """An empty cache."""
+        scratch = Scratch.empty(self.config, self.num_draft_tokens + 1, self.dtype)
+        return DraftLMState(KVCache.zeros(self.config, max_len, self.dtype), scratch.rows)
+
+    def prefill(
+        self, params: PyTree, target_params: PyTree, state: DraftLMState, chunk: Committed
+    ) -> DraftLMState:
+        """Runs the chunk through the drafting model."""
+        model = nnx.merge(self.graphdef, params)
+        width = len(chunk.tokens)
+        positions = chunk.start + jnp.arange(width)
+        out = model(chunk.tokens, positions, state.cache, chunk.start, causal_mask(width))
+        # As in the target's prefill, the write must depend on what was read.
+        finite = jnp.isfinite(jnp.where(jnp.arange(width)[:, None] < chunk.count, out.hidden, 0))
+        count = jnp.where(finite.all(), chunk.count, 0)
+        cache = write_rows(state.cache, out.rows, chunk.start, count)
+        return dataclasses.replace(state, cache=cache)
+
+    def propose(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        state: DraftLMState,
+        context: Context,
+        noise: Noise | None,
+    ) -> tuple[Draft, DraftLMState]:
+        """K tokens, drawn from the drafting model's processed distributions."""
+        model = nnx.merge(self.graphdef, params)
+        before = context.length - 2
+        cache_len = jnp.maximum(before, 0)
+
+        def forward(tokens, positions, scratch, mask):
+            out = model(tokens, positions, state.cache, cache_len, mask, scratch=scratch)
+            return model.head(out.hidden[-1:])[0], scratch.after(out, positions)
+
+        size = self.num_draft_tokens + 1
+        tokens = context.tokens[jnp.stack([cache_len, context.length - 1])]
+        draft, scratch = draft_chain(
+            forward,
+            Scratch.empty(self.config, size, self.dtype),
+            tokens,
+            before + jnp.arange(2),
+            (jnp.arange(size) == 0) & (before < 0),
+            self.num_draft_tokens,
+            context,
+            noise,
+        )
+        return draft, dataclasses.replace(state, rows=scratch.rows)
+
+    def observe(
+        self, params: PyTree, target_params: PyTree, state: DraftLMState, committed: Committed
+    ) -> DraftLMState:
+        """Keeps the rows of the committed tokens, as far as the draft computed them."""
+        slots = self.num_draft_tokens + 1
+        count = jnp.where(committed.count > 0, jnp.minimum(committed.count + 1, slots), 0)
+        cache = write_rows(state.cache, state.rows, committed.start - 1, count)
+        return dataclasses.replace(state, cache=cache)
+
+
+def draft_lm(model: Target, target: Target, num_draft_tokens: int = 4) -> LoadedDrafter:
+    """A loaded model as drafter of a target.
+
+    Raises:
+      ValueError: the vocabularies differ; the message has the sizes or the first differing token.
+    """
+    check_same_vocabulary(model, target)
+    drafter = DraftLM(model.graphdef, model.config, jnp.dtype(model.dtype), num_draft_tokens)
+    return LoadedDrafter(drafter, model.params, f"draft_lm:{model.name}")
+
+
+def check_same_vocabulary(model: Target, target: Target) -> None:
+    """Raises ValueError where two models do not share their vocabulary, token for token."""
+    sizes = model.config.vocab_size, target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"drafter {model.name} has {sizes[0]} tokens, target {target.name} {sizes[1]}: "
+            "they must share one vocabulary"
+        )
+    if model.tokenizer is None or target.tokenizer is None:
+        return
+    count = min(len(model.tokenizer), len(target.tokenizer))
+    names = (t.tokenizer.convert_ids_to_tokens(range(count)) for t in (model, target))
+    for index, (one, other) in enumerate(zip(*names, strict=True)):
+        if one != other:
+            raise ValueError(
+                f"drafter {model.name} and target {target.name} have different vocabularies: "
+                f"token {index} is {one!r} and {other!r}"
+            )

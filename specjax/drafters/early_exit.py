@@ -1,0 +1,112 @@
+"""The target's own first layers as drafter, without any training.
+
+Self-speculative decoding (Zhang et al. 2023; LayerSkip, Elhoushi et al. 2024): the first E blocks,
+then the final norm and the head. They read the target's cache rows, which are the same in both uses;
+verification recomputes the drafted tokens through all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.drafters.chain import draft_chain
+from specjax.models.config import ModelConfig
+from specjax.models.target import Target
+from specjax.models.transformer import Scratch
+from specjax.noise import Noise
+from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyExit:
+    """Drafts with the target's first `exit_layer` blocks on the target's cache.
+
+    Attributes:
+      graphdef, config, dtype: of the target.
+      exit_layer: E, blocks that are run.
+      num_draft_tokens: K.
+    """
+
+    graphdef: Any
+    config: ModelConfig
+    dtype: jnp.dtype
+    exit_layer: int
+    num_draft_tokens: int = 4
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+        if not 1 <= self.exit_layer < self.config.num_layers:
+            raise ValueError(
+                f"early_exit: exit layer must be 1…{self.config.num_layers - 1}, got "
+                f"{self.exit_layer}"
+            )
+
+    def init_state(self, max_len: int) -> PyTree:
+        """No state: the rows are the target's."""
+        return ()
+
+    def prefill(
+        self, params: PyTree, target_params: PyTree, state: PyTree, chunk: Committed
+    ) -> PyTree:
+        """Nothing to take in."""
+        return state
+
+    def observe(
+        self, params: PyTree, target_params: PyTree, state: PyTree, committed: Committed
+    ) -> PyTree:
+        """Nothing to take in."""
+        return state
+
+    def propose(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        state: PyTree,
+        context: Context,
+        noise: Noise | None,
+    ) -> tuple[Draft, PyTree]:
+        """K tokens, drawn from the processed distributions after block E."""
+        model = nnx.merge(self.graphdef, target_params)
+        start = context.length - 1
+
+        def forward(tokens, positions, scratch, mask):
+            out = model(
+                tokens, positions, context.target_cache, start, mask,
+                scratch=scratch, depth=self.exit_layer,
+            )  # fmt: skip
+            return model.head(out.hidden[-1:])[0], scratch.after(out, positions)
+
+        shallow = dataclasses.replace(
+            self.config,
+            num_layers=self.exit_layer,
+            sliding_layers=self.config.sliding_layers[: self.exit_layer],
+        )
+        draft, _ = draft_chain(
+            forward,
+            Scratch.empty(shallow, self.num_draft_tokens, self.dtype),
+            context.tokens[start][None],
+            start[None],
+            jnp.zeros(self.num_draft_tokens, bool),
+            self.num_draft_tokens,
+            context,
+            noise,
+        )
+        return draft, state
+
+
+def early_exit(
+    target: Target, exit_layer: int | None = None, num_draft_tokens: int = 4
+) -> LoadedDrafter:
+    """The target's first `exit_layer` blocks (by default half of them) as its drafter."""
+    if exit_layer is None:
+        exit_layer = target.config.num_layers // 2
+    drafter = EarlyExit(
+        target.graphdef, target.config, jnp.dtype(target.dtype), exit_layer, num_draft_tokens
+    )
+    return LoadedDrafter(drafter, (), f"early_exit:{exit_layer}")
