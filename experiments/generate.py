@@ -9,12 +9,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import platform
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -29,24 +26,14 @@ from specjax.evaluation.transcript import legend
 from specjax.models.target import Target
 from specjax.types import DecodeResult, Drafter, Progress
 
-_TARGET = flags.DEFINE_string(
-    "target", None, "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
-)
-_DRAFTER = flags.DEFINE_string(
-    "drafter", "ngram", "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS] or draft_lm:MODEL."
-)
+_TARGET = launch.define_target()
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
 _PROMPTS = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _CHAT = flags.DEFINE_bool(
     "chat", None, "Render prompts through the chat template. Default: where the target has one."
 )
-_NUM_DRAFT_TOKENS = flags.DEFINE_integer(
-    "num_draft_tokens", None, "K, drafted tokens a cycle. Default: the drafter's usual one."
-)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k likeliest tokens; 0 keeps all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens with this mass.")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "Keep tokens this likely relative to the likeliest.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+_NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
+_SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _MAX_LEN = flags.DEFINE_integer(
     "max_len", None, "Rows of the KV cache: prompt and answer. Default: what they need."
@@ -61,14 +48,10 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
 def main() -> None:
     """Loads the target, answers each prompt by itself, prints, writes."""
-    if not _TARGET.value:
-        raise ValueError("--target is missing: a model folder, a GGUF file, a hub id, or smollm2")
-    if not _PROMPTS.value:
-        raise ValueError('--prompt is missing: for instance --prompt="Why is the sky blue?"')
+    launch.require(target=_TARGET.value, prompt=_PROMPTS.value)
     if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
-    if _JSON.value:
-        pathlib.Path(_JSON.value).touch()  # an unwritable file is told before the work, not after
+    launch.check_writable(_JSON.value)
     with launch.progress() as report:
         target = specjax.load_target(_TARGET.value, progress=report)
     drafter = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
@@ -91,11 +74,7 @@ def answer(
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "max_len": _MAX_LEN.value,
         "chat": _CHAT.value,
-        "temperature": _TEMPERATURE.value,
-        "top_k": _TOP_K.value,
-        "top_p": _TOP_P.value,
-        "min_p": _MIN_P.value,
-        "key": jax.random.key(_SEED.value),
+        **launch.sampling_options(_SAMPLING),
     }
     if _COMPARE.value:
         comparison = compare(
@@ -138,10 +117,6 @@ def show(prompt: str, result: DecodeResult, comparison: Comparison | None) -> No
 
 def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str, Any]:
     """The figures of one answer."""
-
-    def listed(values):
-        return [None if np.isnan(value) else float(value) for value in values]
-
     return {
         "prompt_tokens": len(result.prompts[0]),
         "tokens": result.tokens[0].tolist(),
@@ -149,8 +124,8 @@ def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str,
         "stop_reason": result.stop_reason[0].name,
         "target_passes": result.target_passes,
         "tau": result.tau,
-        "alpha": listed(result.alpha),
-        "survival": listed(result.survival),
+        "alpha": launch.listed(result.alpha),
+        "survival": launch.listed(result.survival),
         "plain_tokens_per_second": comparison and comparison.plain_tokens_per_second,
         "speculative_tokens_per_second": comparison and comparison.speculative_tokens_per_second,
         "speedup": comparison and comparison.speedup,
@@ -177,8 +152,7 @@ def summary(
         "num_draft_tokens": answers[0][0].num_draft_tokens,
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "dtype": target.dtype.name,
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "jax": jax.__version__,
+        **launch.machine(),
         "answers": [{"prompt": p, **row} for p, row in zip(_PROMPTS.value, rows, strict=True)],
     }
 

@@ -1,11 +1,15 @@
-"""What every program under `experiments/` shares: start-up, errors in one line, progress bars."""
+"""What the programs under `experiments/` share: start-up, flags, errors in one line, progress."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
+import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -13,9 +17,71 @@ from absl import app, flags, logging
 from specjax.checkpoints import download
 from specjax.types import Progress
 
-_VERBOSE = flags.DEFINE_bool(
-    "verbose", False, "Show the traceback of an error.", module_name="__main__"
-)
+MAIN = sys.argv[0]  # flags of this module are listed by --help like the program's own
+
+_VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.", module_name=MAIN)
+
+
+DRAFTER_SPECS = "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS] or draft_lm:MODEL"
+REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
+
+
+def define_target() -> flags.FlagHolder:
+    """`--target`."""
+    text = "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
+    return flags.DEFINE_string("target", None, text, module_name=MAIN)
+
+
+def define_num_draft_tokens() -> flags.FlagHolder:
+    """`--num_draft_tokens`."""
+    text = "K, drafted tokens a cycle. Default: the drafter's usual one."
+    return flags.DEFINE_integer("num_draft_tokens", None, text, module_name=MAIN)
+
+
+def define_sampling() -> dict[str, flags.FlagHolder]:
+    """`--temperature`, `--top_k`, `--top_p`, `--min_p` and `--seed`, by name."""
+    main = {"module_name": MAIN}
+    return {
+        "temperature": flags.DEFINE_float("temperature", 0.0, "0 is greedy.", **main),
+        "top_k": flags.DEFINE_integer("top_k", 0, "Keep the k likeliest; 0 keeps all.", **main),
+        "top_p": flags.DEFINE_float("top_p", 1.0, "Keep the likeliest with this mass.", **main),
+        "min_p": flags.DEFINE_float(
+            "min_p", 0.0, "Keep what is this likely relative to the likeliest.", **main
+        ),
+        "seed": flags.DEFINE_integer("seed", 0, "Seed of the sampling.", **main),
+    }
+
+
+def sampling_options(holders: dict[str, flags.FlagHolder]) -> dict[str, Any]:
+    """The flags of `define_sampling` as arguments of `specjax.decode`."""
+    values = {name: holder.value for name, holder in holders.items()}
+    return values | {"key": jax.random.key(values.pop("seed"))}
+
+
+def require(**values: Any) -> None:
+    """Raises ValueError that names the first flag that was not given."""
+    for name, value in values.items():
+        if not value:
+            raise ValueError(f"--{name} is missing (see --help)")
+
+
+def check_writable(path: str | None) -> None:
+    """Raises OSError now, and not after hours of work, where a file cannot be written."""
+    if path:
+        pathlib.Path(path).touch()
+
+
+def machine() -> dict[str, Any]:
+    """Where figures were measured, for results."""
+    return {
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+    }
+
+
+def listed(values: Any) -> list[float | None]:
+    """Figures as JSON has them: no NaN."""
+    return [None if value != value else float(value) for value in values]
 
 
 def run(main: Callable[[], None]) -> None:
@@ -31,6 +97,9 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(status)
 
     def parse(argv: list[str]) -> list[str]:
+        for name in REFUSED:
+            if any(re.match(rf"--?{name}\b", argument) for argument in argv):
+                fail(f"--{name} is not supported: it would change the target's distribution", 2)
         try:
             rest = flags.FLAGS(argv)
         except flags.Error as error:

@@ -1,0 +1,297 @@
+"""Where the time of a decode loop goes: plain step, cycle, and its draft and verification alone.
+
+Every part is a jitted loop of its own that runs `steps` times, each step depending on the one before
+it, so that XLA can neither hoist nor overlap it. The parts take turns; figures are medians.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.decoding.autoregressive import PlainState, plain_loop
+from specjax.decoding.rows import Row
+from specjax.decoding.speculative import (
+    Counts,
+    SpeculativeState,
+    propose,
+    speculative_loop,
+    verify,
+)
+from specjax.models.cache import KVCache
+from specjax.models.target import Target
+from specjax.noise import Noise, Role
+from specjax.sampling import Sampling, argmax
+from specjax.types import Draft, Drafter, PyTree, StopReason, Verdict, Verifier
+
+
+@functools.lru_cache
+def simulated(alpha: float) -> Verifier:
+    """A rule that accepts each draft with probability `alpha`, whatever it is. For timing only.
+
+    It is not lossless: it lets shapes without weights, and drafters that are always wrong, be timed
+    at an acceptance rate.
+    """
+
+    def verify(
+        draft: Draft, target_logits: jax.Array, sampling: Sampling | None, noise: Noise | None
+    ) -> Verdict:
+        count = draft.tokens.shape[0]
+        kept = noise.uniforms(Role.VERDICT, count) < alpha
+        kept &= jnp.arange(count) < draft.num_valid
+        accepted = jnp.cumprod(kept.astype(jnp.int32)).sum()
+        return Verdict(accepted, argmax(target_logits)[accepted])
+
+    return verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds a step or a cycle: the median of several runs, the fastest and the slowest."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Timings of the parts, and what they say.
+
+    Attributes:
+      plain, cycle, draft, verify: of one plain step, one cycle, its two parts alone.
+      tau: tokens a row committed per cycle.
+      weight_bytes: bytes of weights a plain step reads.
+      read_bandwidth: bytes/s of a sum over a large array, measured in turn with the rest.
+    """
+
+    plain: Timing
+    cycle: Timing
+    draft: Timing
+    verify: Timing
+    tau: float
+    weight_bytes: int
+    read_bandwidth: Timing
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Weights a second that plain decoding reads, over the machine's read bandwidth."""
+        return self.weight_bytes / self.plain.median / self.read_bandwidth.median
+
+    @property
+    def overhead_share(self) -> float:
+        """What a cycle takes beyond draft and verification, over the cycle."""
+        parts = self.draft.median + self.verify.median
+        return (self.cycle.median - parts) / self.cycle.median
+
+    @property
+    def speedup(self) -> float:
+        """Measured: τ · plain / cycle."""
+        return self.tau * self.plain.median / self.cycle.median
+
+    @property
+    def predicted_speedup(self) -> float:
+        """τ · plain / (draft + verify)."""
+        return self.tau * self.plain.median / (self.draft.median + self.verify.median)
+
+    @property
+    def measured_over_predicted(self) -> float:
+        """Measured speed-up over predicted."""
+        return self.speedup / self.predicted_speedup
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "steps"))
+def draft_alone(
+    params: PyTree,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rows: Row,
+    cache: KVCache,
+    state: PyTree,
+    sampling: Sampling | None,
+    keys: jax.Array,
+    *,
+    steps: int,
+) -> jax.Array:
+    """Drafts `steps` times; the anchor of each is the last token drafted before."""
+    one = jax.vmap(functools.partial(propose, drafter, drafter_params, params))
+
+    def body(_, anchors: jax.Array) -> jax.Array:
+        index = (jnp.arange(len(anchors)), rows.length - 1)
+        moved = dataclasses.replace(rows, tokens=rows.tokens.at[index].set(anchors))
+        noise = None if sampling is None else Noise(keys, moved.length - 1)
+        draft, _ = one(moved, cache, state, sampling, noise)
+        return draft.tokens[:, -1]
+
+    return jax.lax.fori_loop(0, steps, body, jnp.ones(rows.length.shape[0], jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "rule", "taps", "steps", "k"))
+def verify_alone(
+    graphdef: Any,
+    params: PyTree,
+    rule: Verifier,
+    taps: tuple[int, ...],
+    rows: Row,
+    cache: KVCache,
+    sampling: Sampling | None,
+    keys: jax.Array,
+    *,
+    k: int,
+    steps: int,
+) -> jax.Array:
+    """Verifies K tokens `steps` times; each draft is made of the token decided before."""
+    model = nnx.merge(graphdef, params)
+    one = jax.vmap(functools.partial(verify, model, rule, taps, k + 1))
+    vocab = model.config.vocab_size
+
+    def body(_, tokens: jax.Array) -> jax.Array:
+        drafted = jnp.repeat(tokens[:, None], k, axis=1)
+        log_q = None
+        if sampling is not None:
+            log_q = jnp.full((len(tokens), k, vocab), -jnp.log(float(vocab)))
+        draft = Draft(drafted, log_q, jnp.full(len(tokens), k, jnp.int32))
+        _, verdict, _ = one(rows, cache, draft, sampling, Noise(keys, rows.length - 1))
+        return verdict.next_token
+
+    return jax.lax.fori_loop(0, steps, body, jnp.ones(rows.length.shape[0], jnp.int32))
+
+
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    return x.sum()
+
+
+def breakdown(
+    target: Target,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Verifier,
+    *,
+    batch: int = 1,
+    max_len: int = 512,
+    length: int = 64,
+    steps: int = 16,
+    repeats: int = 5,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> Breakdown:
+    """Times every part, in turn, on rows of random tokens.
+
+    Every cycle verifies K + 1 tokens, also where the drafter has nothing to offer: so that the cycle
+    is the sum of its parts.
+
+    Args:
+      target, drafter, drafter_params, rule: what is timed.
+      batch, max_len: B and S.
+      length: committed tokens of each row at the start.
+      steps: steps or cycles a run; the rows must have room for all of them.
+      repeats: timed runs of each part, after one that compiles.
+      sampling: None for the greedy mode.
+      seed: of tokens and noise.
+    """
+    k = drafter.num_draft_tokens
+    if length + steps * (k + 1) > max_len:
+        raise ValueError(
+            f"{steps} cycles of K={k} need max_len ≥ {length + steps * (k + 1)}, got {max_len}"
+        )
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), batch)
+
+    def fresh() -> tuple[Row, KVCache, PyTree]:
+        tokens = rng.integers(0, target.config.vocab_size, (batch, max_len))
+        full = jnp.full(batch, max_len, jnp.int32)
+        rows = Row(
+            jnp.asarray(tokens, jnp.int32),
+            jnp.full(batch, length, jnp.int32),
+            full,
+            jnp.asarray(np.full(batch, StopReason.LENGTH, np.int32)),
+            jnp.zeros(batch, jnp.int32),
+        )
+        state = KVCache.zeros(target.config, max_len, target.dtype), drafter.init_state(max_len)
+        return rows, *jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
+
+    no_stops = jnp.full(8, -1, jnp.int32)
+    committed = []
+
+    def plain() -> Callable[[], Any]:
+        rows, cache, _ = fresh()
+        state = PlainState(rows, cache, jnp.int32(0))
+        token_keys = None if sampling is None else keys
+        return lambda: (
+            plain_loop(
+                target.graphdef,
+                target.params,
+                state,
+                sampling,
+                token_keys,
+                no_stops,
+                jnp.int32(steps),
+            ).rows
+        )
+
+    def cycle() -> Callable[[], Any]:
+        rows, cache, drafter_state = fresh()
+        counts = Counts.zeros(batch, steps)
+        state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
+
+        def run():
+            done = speculative_loop(
+                target.graphdef, target.params, drafter, drafter_params, rule, state, sampling,
+                keys, no_stops, jnp.int32(steps), widths=(k + 1,),
+            )  # fmt: skip
+            committed.append(done.counts.committed)
+            return done.rows
+
+        return run
+
+    def draft() -> Callable[[], Any]:
+        rows, cache, drafter_state = fresh()
+        return lambda: draft_alone(
+            target.params, drafter, drafter_params, rows, cache, drafter_state, sampling, keys,
+            steps=steps,
+        )  # fmt: skip
+
+    def verification() -> Callable[[], Any]:
+        rows, cache, _ = fresh()
+        return lambda: verify_alone(
+            target.graphdef, target.params, rule, drafter.taps, rows, cache, sampling, keys,
+            k=k, steps=steps,
+        )  # fmt: skip
+
+    large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
+    parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
+    parts["read"] = lambda: lambda: _sum(large)
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(repeats + 1):
+        for name, prepare in parts.items():
+            run = prepare()
+            jax.block_until_ready(large)
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            if repeat:
+                seconds[name].append(time.perf_counter() - started)
+
+    def timing(values: list[float]) -> Timing:
+        return Timing(statistics.median(values), min(values), max(values))
+
+    timings = {name: timing([x / steps for x in seconds[name]]) for name in parts if name != "read"}
+    tau = float(np.mean(np.concatenate([np.asarray(x) for x in committed[1:]])))
+    weights = jax.tree.leaves(target.params)
+    read = target.config.vocab_size * target.config.hidden_size * target.dtype.itemsize
+    untied = 0 if target.config.tie_embeddings else read  # of the embedding a step reads one row
+    return Breakdown(
+        **timings,
+        tau=tau,
+        weight_bytes=sum(x.nbytes for x in weights) - untied,
+        read_bandwidth=timing([large.nbytes / x for x in seconds["read"]]),
+    )

@@ -1,0 +1,117 @@
+"""Decodes the same prompts plainly and with every drafter, alternating, and pools what it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax import metrics
+from specjax.decoding.decode import decode
+from specjax.evaluation.identity import identical
+from specjax.models.target import Target
+from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One drafter on one set of prompts, each prompt decoded by itself.
+
+    Attributes:
+      plain, speculative: one result a prompt; of the plain ones all drafters share the same.
+      identical: answers of `specjax.evaluation.identity`, one a prompt; empty above temperature 0.
+    """
+
+    plain: list[DecodeResult]
+    speculative: list[DecodeResult]
+    identical: list[str]
+
+    def _pooled(self, name: str) -> np.ndarray:
+        return np.concatenate([row for run in self.speculative for row in getattr(run, name)])
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K."""
+        return self.speculative[0].num_draft_tokens
+
+    @property
+    def tau(self) -> float:
+        """τ, pooled over all cycles of all prompts."""
+        return metrics.tau(self._pooled("committed"))
+
+    @property
+    def survival(self) -> np.ndarray:
+        """J_1…J_K, pooled."""
+        counts = self._pooled("accepted"), self._pooled("committed")
+        return metrics.survival(*counts, self.num_draft_tokens)
+
+    @property
+    def alpha(self) -> np.ndarray:
+        """α_1…α_K, pooled."""
+        counts = (self._pooled(name) for name in ("accepted", "drafted", "committed"))
+        return metrics.alpha(*counts, self.num_draft_tokens)
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """All tokens over all seconds of plain decoding, prefill left out."""
+        return _speed(self.plain)
+
+    @property
+    def speculative_tokens_per_second(self) -> float:
+        """All tokens over all seconds of speculative decoding, prefill left out."""
+        return _speed(self.speculative)
+
+    @property
+    def speedup(self) -> float:
+        """Speculative over plain tokens per second."""
+        return self.speculative_tokens_per_second / self.plain_tokens_per_second
+
+
+def _speed(runs: list[DecodeResult]) -> float:
+    tokens = sum(len(row) for run in runs for row in run.tokens)
+    return tokens / sum(run.decode_seconds for run in runs)
+
+
+def evaluate(
+    target: Target,
+    drafters: Mapping[str, Drafter | LoadedDrafter],
+    prompts: Sequence[Any],
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Evaluation]:
+    """Decodes every prompt plainly and with every drafter, one after the other.
+
+    Each program runs once before it is timed. All prompts share one `max_len`, so that each is
+    compiled once.
+
+    Args:
+      target: from `specjax.load_target`.
+      drafters: by name.
+      prompts: as `specjax.decode` takes one.
+      progress: called with (what, prompts done, prompts in all).
+      options: further arguments of `specjax.decode`; `max_len` should hold the longest prompt.
+    """
+    greedy = not np.any(options.get("temperature", 0.0))
+    runs: dict[str, list[DecodeResult]] = {name: [] for name in drafters}
+    plain: list[DecodeResult] = []
+    for drafter in (None, *drafters.values()):
+        decode(target, drafter, prompts[0], **options)
+    for done, prompt in enumerate(prompts):
+        if progress:
+            progress("evaluating", done, len(prompts))
+        plain.append(decode(target, None, prompt, **options))
+        for name, drafter in drafters.items():
+            runs[name].append(decode(target, drafter, prompt, **options))
+    if progress:
+        progress("evaluating", len(prompts), len(prompts))
+    return {
+        name: Evaluation(
+            plain,
+            taken,
+            [identical(target, *pair) for pair in zip(plain, taken, strict=True)] if greedy else [],
+        )
+        for name, taken in runs.items()
+    }
