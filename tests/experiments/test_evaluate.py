@@ -1,0 +1,122 @@
+"""`experiments.evaluate` and `experiments.benchmark_decode` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints.test_load import GOLDEN, write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", GOLDEN / "llama_untied")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(program, *arguments):
+        return subprocess.run(
+            [sys.executable, "-m", f"experiments.{program}", *arguments],
+            capture_output=True, text=True, timeout=240, check=False,
+            env=os.environ | {"SPECJAX_CACHE": str(cache)},
+        )  # fmt: skip
+
+    return run
+
+
+def test_table_and_json(run, model, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"turns": ["abab"]}\n{"turns": ["he he"]}\n')
+    out = tmp_path / "results.json"
+    done = run(
+        "evaluate", f"--target={model}", "--drafter=ngram:2", "--drafter=early_exit:1",
+        f"--prompts={tmp_path}/one.jsonl", f"--prompts={tmp_path}/two.jsonl", "--limit=1",
+        "--num_draft_tokens=2", "--max_new_tokens=16", f"--json={out}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["prompts"], row["drafter"]) for row in rows] == [
+        (f"{name}.jsonl", drafter)
+        for name in ("one", "two")
+        for drafter in ("ngram:2", "early_exit:1")
+    ]
+    for row in rows:
+        assert row["identical"] == "yes" and row["num_prompts"] == 1
+        assert row["tau"] == pytest.approx(1 + sum(row["survival"]), abs=0.1)
+        assert f"{row['speedup']:.2f}×" in done.stdout
+    # The two files hold the same prompts: what is counted is the same, whatever was timed.
+    assert [row["alpha"] for row in rows[:2]] == [row["alpha"] for row in rows[2:]]
+
+
+def test_sampling_and_a_draft_lm(run, model, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"turns": ["abab"]}\n')
+    out = tmp_path / "results.json"
+    done = run(
+        "evaluate", f"--target={model}", f"--drafter=draft_lm:{model}", "--temperature=0.8",
+        "--top_p=0.9", "--top_k=20", "--min_p=0.01", "--seed=3", "--max_new_tokens=16",
+        f"--prompts={tmp_path}/p.jsonl", f"--json={out}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(out.read_text())
+    assert results["settings"]["temperature"] == 0.8
+    (row,) = results["rows"]
+    # The target as its own drafter: p = q, so nothing is rejected but for rounding.
+    assert row["identical"] is None and row["alpha"][0] > 0.99
+
+
+def test_benchmark_on_a_model(run, model, tmp_path):
+    out = tmp_path / "benchmark.json"
+    done = run(
+        "benchmark_decode", f"--target={model}", "--drafter=early_exit:1", "--num_draft_tokens=2",
+        "--simulated_alpha=1.0", "--steps=3", "--repeats=2", "--max_len=128", f"--json={out}",
+        f"--profile={tmp_path}/trace",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["tau"] == 3.0
+    predicted = 3 * figures["plain"]["median"]
+    predicted /= figures["draft"]["median"] + figures["verify"]["median"]
+    assert figures["predicted_speedup"] == pytest.approx(predicted)
+    assert {"bandwidth_share", "overhead_share", "measured_over_predicted"} <= figures.keys()
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "status", "message"),
+    [
+        ("evaluate", ["--target=MODEL"], 1, "--prompts is missing"),
+        ("evaluate", ["--target=MODEL", "--prompts=/no/such"], 1, "/no/such"),
+        ("evaluate", ["--target=MODEL", "--prompts=EMPTY"], 1, "no prompts in it"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--drafter=none"], 1, "--drafter=none"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--drafter=x"], 1, "unknown drafter 'x'"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--top_p=0", "--temperature=1"], 1,
+         "top_p must be in (0, 1], got 0.0"),
+        ("evaluate", ["--repetition_penalty=1.1"], 2, "--repetition_penalty is not supported"),
+        ("evaluate", ["--logit_bias", "x"], 2, "--logit_bias is not supported"),
+        ("evaluate", ["--grammar=x"], 2, "--grammar is not supported"),
+        ("benchmark_decode", [], 1, "give either --target or --random_init"),
+        ("benchmark_decode", ["--random_init=gpt5"], 2, "gpt5"),
+        ("benchmark_decode", ["--target=MODEL", "--max_len=20"], 1, "need max_len ≥"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(run, model, tmp_path, program, arguments, status, message):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "good.jsonl").write_text('{"turns": ["abab"]}\n')
+    names = {
+        "MODEL": str(model),
+        "EMPTY": f"{tmp_path}/empty.jsonl",
+        "GOOD": f"{tmp_path}/good.jsonl",
+    }
+    for name, value in names.items():
+        arguments = [argument.replace(name, value) for argument in arguments]
+    done = run(program, *arguments)
+    assert done.returncode == status
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
