@@ -266,7 +266,14 @@ def config_from_gguf(
         raise ValueError(f"GGUF metadata: RoPE on {rotated} of {head_dim} dims is not supported")
     gemma = architecture == "gemma3_text"
     if gemma:
-        family = _gemma3(hidden_size, get("block_count"), get("attention.sliding_window"), 6)
+        window, pattern = (
+            get("attention.sliding_window"),
+            get("attention.sliding_window_pattern", 6),
+        )
+        kinds = pattern if isinstance(pattern, list) else None
+        family = _gemma3(hidden_size, get("block_count"), window, 6 if kinds else pattern)
+        if kinds:
+            family["sliding_layers"] = tuple(bool(kind) for kind in kinds)
     else:
         family = _FAMILIES[architecture]
     return ModelConfig(

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # How GGUF's pre-tokenizer names split text before byte-pair encoding.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_SPLIT, _QWEN2_SPLIT = _SPLIT.replace("DIGITS", "{1,3}"), _SPLIT.replace("DIGITS", "")
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
 
 
@@ -103,7 +104,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     splits = {
@@ -113,6 +114,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ],
         "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), byte_level],
+        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), byte_level],
     }
     name = _pre_tokenizer(metadata)
     if name not in splits:
@@ -124,6 +126,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
     # Llama 3's own tokenizer takes a word that is in the vocabulary without merging it.
     backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=name == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits[name])
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 

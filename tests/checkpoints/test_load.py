@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -59,6 +60,13 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -66,21 +74,29 @@ def write_gguf(path, folder, quantize=None, **overrides):
     """A GGUF file of a golden model as llama.cpp stores it: q, k permuted, factors in a tensor."""
     raw = json.loads((folder / "config.json").read_text())
     heads, kv = raw["num_attention_heads"], raw["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    family = raw["model_type"]
+    name = {"gemma3_text": "gemma3"}.get(family, family)
+    writer = gguf.GGUFWriter(path, name)
     fields = {
         "block_count": raw["num_hidden_layers"],
         "embedding_length": raw["hidden_size"],
         "feed_forward_length": raw["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": kv,
-        "attention.key_length": raw["head_dim"],
+        "attention.key_length": head_dim,
         "context_length": raw["max_position_embeddings"],
-        "rope.dimension_count": raw["head_dim"],
+        "rope.dimension_count": head_dim,
     }
     for key, value in fields.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.rope.freq_base", raw["rope_parameters"]["rope_theta"])
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", raw["rms_norm_eps"])
+        writer.add_uint32(f"{name}.{key}", value)
+    rope = raw["rope_parameters"].get("full_attention", raw["rope_parameters"])
+    writer.add_float32(f"{name}.rope.freq_base", rope["rope_theta"])
+    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", raw["rms_norm_eps"])
+    if name == "gemma3":
+        writer.add_uint32("gemma3.attention.sliding_window", raw["sliding_window"])
+        kinds = [kind == "sliding_attention" for kind in raw["layer_types"]]
+        writer.add_array("gemma3.attention.sliding_window_pattern", kinds)
     writer.add_string("tokenizer.ggml.model", overrides.get("model", "gpt2"))
     writer.add_string("tokenizer.ggml.pre", overrides.get("pre", "smollm"))
     tokens = (TOKENS + [f"<unused{i}>" for i in range(99)])[: raw["vocab_size"]]
@@ -90,24 +106,28 @@ def write_gguf(path, folder, quantize=None, **overrides):
     writer.add_uint32("tokenizer.ggml.eos_token_id", 0)
     writer.add_uint32("tokenizer.ggml.eot_token_id", 2)
     writer.add_string("tokenizer.chat_template", TEMPLATE)
-    if raw["rope_parameters"]["rope_type"] == "llama3":
+    if rope["rope_type"] == "llama3":
         factors = load_target(folder).config.rope_factors
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    for name, values in tensors_of(folder).items():
-        stem = name.removesuffix(".weight")
+    names = GEMMA_NAMES if name == "gemma3" else NAMES
+    for tensor, values in tensors_of(folder).items():
+        stem, kind = tensor.rsplit(".", 1)
         layer = ""
         if stem.startswith("model.layers."):
             _, _, index, stem = stem.split(".", 3)
             layer = f"blk.{index}."
         for part, count in (("q_proj", heads), ("k_proj", kv)):
-            if part in stem:
+            if part in stem and family == "llama":
                 halves = values.reshape(count, 2, -1, values.shape[-1])
                 values = halves.swapaxes(1, 2).reshape(values.shape)
+        if "norm" in stem and name == "gemma3":
+            values = values + 1
+        stored = f"{layer}{names[stem]}.{kind}"
         if quantize and values.ndim == 2 and values.shape[-1] % 32 == 0:
-            stored = gguf.quants.quantize(values, quantize)
-            writer.add_tensor(f"{layer}{NAMES[stem]}.weight", stored, raw_dtype=quantize)
+            packed = gguf.quants.quantize(values, quantize)
+            writer.add_tensor(stored, packed, raw_dtype=quantize)
         else:
-            writer.add_tensor(f"{layer}{NAMES[stem]}.weight", np.ascontiguousarray(values))
+            writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,13 +135,19 @@ def write_gguf(path, folder, quantize=None, **overrides):
     return path
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "llama3_scaled"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "llama_untied", "llama3_scaled", "qwen2", "qwen3", "gemma3"]
+)
 def test_gguf_and_folder_are_the_same_model(tmp_path, name):
     folder = load_target(GOLDEN / name)
     file = load_target(write_gguf(tmp_path / f"{name}.gguf", GOLDEN / name))
     jax.tree.map(np.testing.assert_array_equal, folder.params, file.params)
-    assert folder.config.tie_embeddings == file.config.tie_embeddings
     np.testing.assert_allclose(folder.config.rope_factors, file.config.rope_factors, rtol=1e-6)
+    # Stored as float32 there; Gemma's query scale is the usual one in every released size but 27B.
+    inexact = ("rope_factors", "rms_norm_eps", "rope_theta", "query_scale")
+    configs = [dataclasses.asdict(x.config) for x in (folder, file)]
+    one, other = ({k: v for k, v in x.items() if k not in inexact} for x in configs)
+    assert one == other
     assert folder.stop_tokens == (2,) and file.stop_tokens == (0, 2)
 
 

@@ -59,6 +59,7 @@ def test_edges_are_added_as_the_file_says():
         ("gpt-2", ["it", "'s", "Ġ12345", "ĠA"]),
         ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠA"]),
         ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĠA"]),
+        ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠA"]),
     ],
 )
 def test_pre_tokenizers_split_as_they_should(pre, words):
