@@ -116,7 +116,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             row["identical"] or "–",
         )
     console = Console()
-    console.print(table, width=None if console.is_terminal else 180)
+    if not console.is_terminal:
+        console.width = 200  # a file has room for the whole table
+    console.print(table)
 
 
 if __name__ == "__main__":
