@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test
+PYTEST_ARGS ?= -m "not slow"
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint
