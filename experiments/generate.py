@@ -110,7 +110,7 @@ def show(prompt: str, result: DecodeResult, comparison: Comparison | None) -> No
         console.print(
             f"plain {comparison.plain_tokens_per_second:.1f} tokens/s, speculative "
             f"{comparison.speculative_tokens_per_second:.1f} tokens/s, speed-up "
-            f"{comparison.speedup:.2f}×, identical: {comparison.identical}"
+            f"{comparison.speedup:.2f}×, identical: {comparison.identical or 'sampled, not compared'}"
         )
     console.print()
 
@@ -143,10 +143,11 @@ def summary(
         return sum(len(row["tokens"]) / row[f"{kind}_tokens_per_second"] for row in rows)
 
     compared = _COMPARE.value
+    greedy = compared and _SAMPLING["temperature"].value == 0
     return {
         "tau": metrics.tau(np.concatenate([c for result, _ in answers for c in result.committed])),
         "speedup": seconds("plain") / seconds("speculative") if compared else None,
-        "identical": worst([row["identical"] for row in rows]) if compared else None,
+        "identical": worst([row["identical"] for row in rows]) if greedy else None,
         "target": target.name,
         "drafter": _DRAFTER.value,
         "num_draft_tokens": answers[0][0].num_draft_tokens,

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from specjax.decoding.decode import Prompt, decode
 from specjax.evaluation.identity import identical
 from specjax.models.target import Target
@@ -21,14 +23,15 @@ class Comparison:
       plain, speculative: the last of the timed runs.
       plain_tokens_per_second, speculative_tokens_per_second: medians of the timed runs; prefill is
         not part of either.
-      identical: what `specjax.evaluation.identity.identical` says of them.
+      identical: what `specjax.evaluation.identity.identical` says of them; None above temperature 0,
+        where only their laws are the same.
     """
 
     plain: DecodeResult
     speculative: DecodeResult
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
-    identical: str
+    identical: str | None
 
     @property
     def speedup(self) -> float:
@@ -63,10 +66,11 @@ def compare(
     def speed(runs: list[DecodeResult]) -> float:
         return statistics.median(run.tokens_per_second for run in runs[1:])
 
+    greedy = not np.any(options.get("temperature", 0))
     return Comparison(
         plain[-1],
         speculative[-1],
         speed(plain),
         speed(speculative),
-        identical(target, plain[-1], speculative[-1]),
+        identical(target, plain[-1], speculative[-1]) if greedy else None,
     )

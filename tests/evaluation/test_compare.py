@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 import specjax
 import specjax.evaluation.compare as module
 from specjax.drafters import NGram
@@ -27,3 +29,8 @@ def test_compare_takes_medians_of_both(tiny, monkeypatch):
     assert comparison.speculative_tokens_per_second == 5.0
     assert comparison.speedup == 2.5
     assert comparison.identical == "yes"
+
+
+def test_sampled_texts_are_not_compared(tiny):
+    options = {"max_new_tokens": 4, "temperature": 2.0, "key": jax.random.key(0)}
+    assert compare(tiny, NGram(3), [3, 1, 4, 1, 5], repeats=1, **options).identical is None
