@@ -14,15 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.drafters.chain import draft_chain
+from specjax.drafters.stateless import Stateless
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
 from specjax.models.transformer import Scratch
 from specjax.noise import Noise
-from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
+from specjax.types import Context, Draft, LoadedDrafter, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Stateless):
     """Drafts with the target's first `exit_layer` blocks on the target's cache.
 
     Attributes:
@@ -46,22 +47,6 @@ class EarlyExit:
                 f"early_exit: exit layer must be 1…{self.config.num_layers - 1}, got "
                 f"{self.exit_layer}"
             )
-
-    def init_state(self, max_len: int) -> PyTree:
-        """No state: the rows are the target's."""
-        return ()
-
-    def prefill(
-        self, params: PyTree, target_params: PyTree, state: PyTree, chunk: Committed
-    ) -> PyTree:
-        """Nothing to take in."""
-        return state
-
-    def observe(
-        self, params: PyTree, target_params: PyTree, state: PyTree, committed: Committed
-    ) -> PyTree:
-        """Nothing to take in."""
-        return state
 
     def propose(
         self,

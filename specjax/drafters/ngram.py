@@ -10,12 +10,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from specjax.drafters.stateless import Stateless
 from specjax.noise import Noise
-from specjax.types import Committed, Context, Draft, PyTree
+from specjax.types import Context, Draft, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Stateless):
     """Drafts what followed the longest, then latest, match of the text's last tokens.
 
     Attributes:
@@ -37,22 +38,6 @@ class NGram:
             raise ValueError(
                 f"expected 1 ≤ min_ngram ≤ max_ngram, got {self.min_ngram} and {self.max_ngram}"
             )
-
-    def init_state(self, max_len: int) -> PyTree:
-        """No state: prompt and output are in the context."""
-        return ()
-
-    def prefill(
-        self, params: PyTree, target_params: PyTree, state: PyTree, chunk: Committed
-    ) -> PyTree:
-        """Nothing to take in."""
-        return state
-
-    def observe(
-        self, params: PyTree, target_params: PyTree, state: PyTree, committed: Committed
-    ) -> PyTree:
-        """Nothing to take in."""
-        return state
 
     def propose(
         self,

@@ -67,39 +67,33 @@ def test_the_target_as_its_own_drafter_is_always_accepted(tiny, texts, k):
     assert result.tau == pytest.approx(40 / -(-40 // (k + 1)))
 
 
+def kept_of_fresh_drafts(model, prompt, text, k):
+    """Accepted counts, cycle by cycle, if every draft is the model's own greedy continuation."""
+    done, expected = 0, []
+    while done < len(text):
+        draft = reference_text(model, prompt + text[:done], k)[: len(text) - done - 1]
+        kept = 0
+        while kept < len(draft) and draft[kept] == text[done + kept]:
+            kept += 1
+        expected.append(kept)
+        done += kept + 1
+    return expected
+
+
 def test_drafts_are_what_a_fresh_pass_would_draft(tiny, small, texts):
-    """Cycle by cycle: the accepted counts of the drafting model's own greedy continuations."""
-    k = 3
-    result = specjax.decode(tiny, drafters.draft_lm(small, tiny, k), PROMPTS, max_new_tokens=40)
-    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-        done, expected = 0, []
-        while done < 40:
-            draft = reference_text(small, prompt + text[:done], k)[: 40 - done - 1]
-            kept = 0
-            while kept < len(draft) and draft[kept] == text[done + kept]:
-                kept += 1
-            expected.append(kept)
-            done += kept + 1
-        assert result.accepted[row].tolist() == expected
+    result = specjax.decode(tiny, drafters.draft_lm(small, tiny, 3), PROMPTS, max_new_tokens=40)
+    for accepted, prompt, text in zip(result.accepted, PROMPTS, texts, strict=True):
+        assert accepted.tolist() == kept_of_fresh_drafts(small, prompt, text, 3)
 
 
 def test_early_exit_drafts_with_the_first_layers(tiny, texts):
     """The same with a target cut after layer 2: nothing but those layers decides."""
-    k = 2
     config = dataclasses.replace(tiny.config, num_layers=2)
     blocks = {i: tiny.params["blocks"][i] for i in range(2)}
     cut = dataclasses.replace(tiny, config=config, params=tiny.params | {"blocks": blocks})
-    result = specjax.decode(tiny, drafters.early_exit(tiny, 2, k), PROMPTS, max_new_tokens=30)
-    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-        done, expected = 0, []
-        while done < 30:
-            draft = reference_text(cut, prompt + text[:done], k)[: 30 - done - 1]
-            kept = 0
-            while kept < len(draft) and draft[kept] == text[done + kept]:
-                kept += 1
-            expected.append(kept)
-            done += kept + 1
-        assert result.accepted[row].tolist() == expected
+    result = specjax.decode(tiny, drafters.early_exit(tiny, 2, 2), PROMPTS, max_new_tokens=40)
+    for accepted, prompt, text in zip(result.accepted, PROMPTS, texts, strict=True):
+        assert accepted.tolist() == kept_of_fresh_drafts(cut, prompt, text, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
