@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test
-PYTEST_ARGS ?= -m "not slow"
+PYTEST_ARGS ?= -m "not slow" --numprocesses=auto --maxprocesses=4
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint

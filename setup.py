@@ -33,6 +33,7 @@ setup(
         "cuda": ["jax[cuda12]"],
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "nbclient>=0.10",
             "ipykernel>=6.29",
