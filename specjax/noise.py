@@ -5,6 +5,9 @@ role and a slot, so each cycle has fresh coins even where it stands at positions
 had drafted and rejected. (Coins keyed by the token's own position would be reused there, which
 biases rules that look at several positions at once.) *Token* noise is keyed by a token's absolute
 position; plain sampling draws with it. Neither depends on batch mates or padding.
+
+Gumbel noise is drawn in its finer mode: the usual one ends at 16 in float32, so that tokens rarer than
+1e-7 would hardly ever be drawn.
 """
 
 from __future__ import annotations
@@ -48,11 +51,12 @@ class Noise:
     def token_gumbel(self, position: jax.Array, vocab_size: int) -> jax.Array:
         """`[V]` Gumbel noise of the token at an absolute position."""
         key = jax.random.fold_in(jax.random.fold_in(self.key, TOKEN), position)
-        return jax.random.gumbel(key, (vocab_size,))
+        return jax.random.gumbel(key, (vocab_size,), mode="high")
 
     def draft_gumbel(self, slot: jax.typing.ArrayLike, vocab_size: int) -> jax.Array:
         """`[V]` Gumbel noise to draw the drafted token of a slot (0…K − 1) with."""
-        return jax.random.gumbel(self.cycle_key(Role.DRAFT, slot), (vocab_size,))
+        key = self.cycle_key(Role.DRAFT, slot)
+        return jax.random.gumbel(key, (vocab_size,), mode="high")
 
     def uniforms(self, role: Role, count: int) -> jax.Array:
         """`[count]` uniforms in [0, 1) of this cycle."""

@@ -86,16 +86,16 @@ def log_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greedy = sampling.temperature == 0
-    scaled = logits / jnp.where(greedy, 1, sampling.temperature)
-    scaled = scaled - scaled.max()
+    # The maximum first: a tiny temperature would make both infinite. It is 0 and always kept below.
+    scaled = (logits - logits.max()) / jnp.where(greedy, 1, sampling.temperature)
 
     if sampling.top_k is not None:
         kept = _largest_threshold(scaled, lambda mask: mask.sum() >= sampling.top_k)
-        scaled = jnp.where(kept | (sampling.top_k == 0), scaled, -jnp.inf)
+        scaled = jnp.where(kept | (scaled == 0) | (sampling.top_k == 0), scaled, -jnp.inf)
     if sampling.top_p is not None:
         probs = jax.nn.softmax(scaled)
         kept = _largest_threshold(scaled, lambda mask: (probs * mask).sum() >= sampling.top_p)
-        scaled = jnp.where(kept | (sampling.top_p == 1), scaled, -jnp.inf)
+        scaled = jnp.where(kept | (scaled == 0) | (sampling.top_p == 1), scaled, -jnp.inf)
     if sampling.min_p is not None:
         # The likeliest token has scaled = 0. log 0 = −inf keeps all.
         scaled = jnp.where(scaled >= jnp.log(sampling.min_p), scaled, -jnp.inf)

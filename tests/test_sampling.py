@@ -95,6 +95,29 @@ def test_gumbel_max_has_the_law_of_its_row():
     assert ((counts - expected)[:4] ** 2 / expected[:4]).sum() < 31  # 3 degrees: p = 8e-7
 
 
+def test_rare_tokens_are_drawn_as_often_as_they_should():
+    """Tokens of 1e-7 each, 2e-3 together: float32's usual Gumbel noise draws less than half."""
+    log_p = jnp.log(jnp.append(jnp.full(20_000, 1e-7), 0.998))
+    noise = Noise(jax.random.key(1), jnp.int32(0))
+    draws = jax.jit(lambda i: sample(log_p, noise.token_gumbel(i, 20_001)))
+    rare = sum(int(draws(i)) < 20_000 for i in range(20_000))
+    assert 40 - 5 * 40**0.5 < rare < 40 + 5 * 40**0.5
+
+
+@pytest.mark.parametrize(
+    ("logits", "options"),
+    [
+        ([500.0, 1.0, 499.0], {"temperature": 1e-36}),
+        ([50.0, 1.0], {"temperature": 2e-38}),
+        ([3.0, 2.0, 1.0], {"temperature": 1.0, "top_p": 1e-38}),
+        ([3.0, 2.0, 1.0], {"temperature": 1.0, "top_k": 2**31 - 1}),
+    ],
+)
+def test_extreme_parameters_leave_the_likeliest_token(logits, options):
+    probs = np.exp(log_probs(jnp.array(logits), parameters(**options)))
+    assert probs[0] > 0.6 and probs.sum() == pytest.approx(1, abs=1e-6)
+
+
 def test_noise_has_roles():
     """Different roles, slots, positions and requests share nothing; equal ones everything."""
 

@@ -197,8 +197,14 @@ def _sampling(batch: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any) 
         values = np.asarray(given)
         if values.ndim > 1 or (values.ndim == 1 and len(values) != batch):
             raise ValueError(f"{name}: expected one number or {batch} (one a prompt), got {given}")
-        kinds = "iu" if dtype == np.int32 else "iuf"
-        if values.dtype.kind not in kinds or not np.all(valid(values)):
+        if values.dtype.kind in "iu" and dtype == np.int32:
+            values = np.minimum(values, 2**31 - 1)  # as good as all of them
+        elif values.dtype.kind in "iuf" and dtype == np.float32:
+            with np.errstate(over="ignore", under="ignore"):
+                values = values.astype(dtype)  # checked as the device will see them
+        else:
+            values = np.asarray(np.nan)
+        if not np.all(valid(values)):
             raise ValueError(f"{name} must be {allowed}, got {given}")
         if (values == neutral).all():
             return None

@@ -18,7 +18,7 @@ def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str
       ValueError: a line is no such object (its number is in the message), or there is none.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}") from None
     prompts = []

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import metrics
 from specjax.decoding.decode import decode
 from specjax.evaluation.identity import identical
 from specjax.models.target import Target
-from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
+from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress, StopReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ def evaluate(
       options: further arguments of `specjax.decode`; `max_len` should hold the longest prompt.
     """
     greedy = not np.any(options.get("temperature", 0.0))
+    key = options.get("key")
     runs: dict[str, list[DecodeResult]] = {name: [] for name in drafters}
     plain: list[DecodeResult] = []
     for drafter in (None, *drafters.values()):
@@ -102,7 +104,11 @@ def evaluate(
     for done, prompt in enumerate(prompts):
         if progress:
             progress("evaluating", done, len(prompts))
+        if not greedy:  # each prompt its own coins, as in one batch
+            options = options | {"key": jax.random.fold_in(key, done)}
         plain.append(decode(target, None, prompt, **options))
+        if StopReason.NAN in plain[-1].stop_reason:
+            raise FloatingPointError(f"prompt {done}: the target's output is not finite")
         for name, drafter in drafters.items():
             runs[name].append(decode(target, drafter, prompt, **options))
     if progress:

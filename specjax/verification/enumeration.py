@@ -51,7 +51,7 @@ def _continue(
             _continue(law, (*context, token), mass * probability, target, horizon, stop)
 
 
-def _drafts(drafter: Table | None, context: Context, k: int, vocab: int) -> Iterator:
+def _drafts(drafter: Table, context: Context, k: int, vocab: int) -> Iterator:
     """(draft, its probability, its rows `[K, V]`) of all drafts with positive probability."""
     for tokens in itertools.product(range(vocab), repeat=k):
         rows = [drafter[context + tokens[:i]] for i in range(k)]

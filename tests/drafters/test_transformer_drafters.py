@@ -248,6 +248,8 @@ def test_specs(tiny):
         ({"temperature": 1.0, "top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"temperature": 1.0, "top_k": -1}, "top_k must be a whole number, at least 0, got -1"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k must be a whole number, at least 0, got 2.5"),
+        ({"temperature": 1e39}, "temperature must be at least 0, got 1e[+]39"),
+        ({"temperature": 1.0, "top_p": 1e-46}, r"top_p must be in \(0, 1\], got 1e-46"),
         ({"temperature": 1.0, "min_p": 1.0}, r"min_p must be in \[0, 1\), got 1.0"),
         ({"temperature": 1.0, "key": None}, "a temperature above 0 needs a key"),
         (

@@ -36,8 +36,10 @@ def test_evaluation_pools_what_decode_counts(tiny):
 
 def test_first_turns_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["one", "more"]}\n\n{"turns": ["two"], "id": 3}\n{"turns": ["é"]}\n')
-    assert read_prompts(path) == ["one", "two", "é"]
+    path.write_text(
+        '{"turns": ["one", "more"]}\n\n{"turns": ["two"], "id": 3}\n{"turns": ["é\u2028f"]}\n'
+    )
+    assert read_prompts(path) == ["one", "two", "é\u2028f"]
     assert read_prompts(path, limit=2) == ["one", "two"]
 
 
