@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ from experiments import launch
 from specjax.evaluation.benchmark import Breakdown, breakdown, simulated
 from specjax.models.shapes import SHAPES
 from specjax.models.target import random_target
-from specjax.types import LoadedDrafter
+from specjax.types import drafter_and_params
 from specjax.verification import greedy
 
 _TARGET = launch.define_target()
@@ -43,7 +41,7 @@ _BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
 _MAX_LEN = flags.DEFINE_integer("max_len", 512, "Rows of the KV cache.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 16, "Steps or cycles a timed run.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of each part.", lower_bound=1)
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_JSON = launch.define_json()
 _PROFILE = flags.DEFINE_string("profile", None, "Folder to write a JAX profiler trace to.")
 
 
@@ -56,40 +54,37 @@ def main() -> None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         target = random_target(SHAPES[_RANDOM_INIT.value], dtype=dtype)
     else:
-        with launch.progress() as report:
-            target = specjax.load_target(_TARGET.value, progress=report)
+        target = launch.load_target(_TARGET.value)
     loaded = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
     if loaded is None:
         raise ValueError("--drafter=none: plain decoding is timed beside every drafter anyway")
-    if not isinstance(loaded, LoadedDrafter):
-        loaded = LoadedDrafter(loaded, (), _DRAFTER.value)
+    drafter, params = drafter_and_params(loaded)
     alpha = _SIMULATED_ALPHA.value
     rule = greedy if alpha is None else simulated(alpha)
     trace = jax.profiler.trace(_PROFILE.value) if _PROFILE.value else contextlib.nullcontext()
     with trace:
         result = breakdown(
-            target, loaded.drafter, loaded.params, rule, batch=_BATCH.value,
+            target, drafter, params, rule, batch=_BATCH.value,
             max_len=_MAX_LEN.value, steps=_STEPS.value, repeats=_REPEATS.value,
         )  # fmt: skip
     show(result)
-    if _JSON.value:
-        figures = {
-            **dataclasses.asdict(result),
-            "bandwidth_share": result.bandwidth_share,
-            "overhead_share": result.overhead_share,
-            "speedup": result.speedup,
-            "predicted_speedup": result.predicted_speedup,
-            "measured_over_predicted": result.measured_over_predicted,
-            "target": _RANDOM_INIT.value or target.name,
-            "drafter": _DRAFTER.value,
-            "num_draft_tokens": loaded.drafter.num_draft_tokens,
-            "simulated_alpha": alpha,
-            "batch": _BATCH.value,
-            "max_len": _MAX_LEN.value,
-            "dtype": target.dtype.name,
-            **launch.machine(),
-        }
-        pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    figures = {
+        **dataclasses.asdict(result),
+        "bandwidth_share": result.bandwidth_share,
+        "overhead_share": result.overhead_share,
+        "speedup": result.speedup,
+        "predicted_speedup": result.predicted_speedup,
+        "measured_over_predicted": result.measured_over_predicted,
+        "target": _RANDOM_INIT.value or target.name,
+        "drafter": _DRAFTER.value,
+        "num_draft_tokens": drafter.num_draft_tokens,
+        "simulated_alpha": alpha,
+        "batch": _BATCH.value,
+        "max_len": _MAX_LEN.value,
+        "dtype": target.dtype.name,
+        **launch.machine(),
+    }
+    launch.write_json(_JSON.value, figures)
 
 
 def show(result: Breakdown) -> None:

@@ -8,20 +8,20 @@ A prompt file has one `{"turns": ["…"]}` a line; the first turn is used.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
+import numpy as np
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 import specjax
 from experiments import launch
+from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.evaluation.identity import worst
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
-from specjax.models.tokenizer import encode_prompt
 
 _TARGET = launch.define_target()
 _DRAFTERS = flags.DEFINE_multi_string(
@@ -32,7 +32,7 @@ _LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", 
 _NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _SAMPLING = launch.define_sampling()
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_JSON = launch.define_json()
 
 
 def main() -> None:
@@ -40,8 +40,7 @@ def main() -> None:
     launch.require(target=_TARGET.value, prompts=_PROMPTS.value)
     launch.check_writable(_JSON.value)
     files = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
-    with launch.progress() as report:
-        target = specjax.load_target(_TARGET.value, progress=report)
+    target = launch.load_target(_TARGET.value)
     drafters = {
         spec: specjax.load_drafter(spec, target, _NUM_DRAFT_TOKENS.value)
         for spec in _DRAFTERS.value
@@ -50,10 +49,9 @@ def main() -> None:
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
     rows = []
     for path, texts in files.items():
-        chat = target.tokenizer is not None and target.tokenizer.chat_template is not None
-        prompts = [encode_prompt(target.tokenizer, text, chat=chat) for text in texts]
-        longest = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
-        size = min(1 << (longest - 1).bit_length(), target.config.context_length)
+        prompts = encode_prompts(target, texts)
+        budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
+        size = min(cache_size(target, prompts, budgets), target.config.context_length)
         with launch.progress() as report:
             results = evaluate(
                 target, drafters, prompts, progress=report, max_len=size,
@@ -61,16 +59,14 @@ def main() -> None:
             )  # fmt: skip
         rows += [figures(path, name, result) for name, result in results.items()]
     show(rows)
-    if _JSON.value:
-        settings = {
-            "target": target.name,
-            "dtype": target.dtype.name,
-            "max_new_tokens": _MAX_NEW_TOKENS.value,
-            **{name: flag.value for name, flag in _SAMPLING.items()},
-            **launch.machine(),
-        }
-        text = json.dumps({"settings": settings, "rows": rows}, indent=1)
-        pathlib.Path(_JSON.value).write_text(text + "\n", "utf-8")
+    settings = {
+        "target": target.name,
+        "dtype": target.dtype.name,
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        **{name: flag.value for name, flag in _SAMPLING.items()},
+        **launch.machine(),
+    }
+    launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
 
 
 def figures(path: str, name: str, result: Evaluation) -> dict[str, Any]:

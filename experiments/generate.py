@@ -8,18 +8,14 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 from typing import Any
 
-import numpy as np
 from absl import flags
 from rich.console import Console
 from rich.text import Text
 
 import specjax
 from experiments import launch
-from specjax import metrics
 from specjax.evaluation.compare import Comparison, compare
 from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
@@ -43,7 +39,7 @@ _REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each with --compare, after one that compiles.", lower_bound=1
 )
 _TRANSCRIPT = flags.DEFINE_bool("transcript", False, "Colour each token by its origin.")
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_JSON = launch.define_json()
 
 
 def main() -> None:
@@ -52,8 +48,7 @@ def main() -> None:
     if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     launch.check_writable(_JSON.value)
-    with launch.progress() as report:
-        target = specjax.load_target(_TARGET.value, progress=report)
+    target = launch.load_target(_TARGET.value)
     drafter = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
     answers = []
     for prompt in _PROMPTS.value:
@@ -61,9 +56,7 @@ def main() -> None:
             result, comparison = answer(target, drafter, prompt, report)
         show(prompt, result, comparison)
         answers.append((result, comparison))
-    if _JSON.value:
-        figures = summary(target, answers)
-        pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    launch.write_json(_JSON.value, summary(target, answers))
 
 
 def answer(
@@ -142,12 +135,11 @@ def summary(
     def seconds(kind: str) -> float:
         return sum(len(row["tokens"]) / row[f"{kind}_tokens_per_second"] for row in rows)
 
-    compared = _COMPARE.value
-    greedy = compared and _SAMPLING["temperature"].value == 0
+    identical = [row["identical"] for row in rows]
     return {
-        "tau": metrics.tau(np.concatenate([c for result, _ in answers for c in result.committed])),
-        "speedup": seconds("plain") / seconds("speculative") if compared else None,
-        "identical": worst([row["identical"] for row in rows]) if greedy else None,
+        "tau": DecodeResult.pooled([result for result, _ in answers]).tau,
+        "speedup": seconds("plain") / seconds("speculative") if _COMPARE.value else None,
+        "identical": worst(identical) if all(identical) else None,
         "target": target.name,
         "drafter": _DRAFTER.value,
         "num_draft_tokens": answers[0][0].num_draft_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import platform
@@ -14,7 +15,9 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
+import specjax
 from specjax.checkpoints import download
+from specjax.models.target import Target
 from specjax.types import Progress
 
 MAIN = sys.argv[0]  # flags of this module are listed by --help like the program's own
@@ -54,8 +57,9 @@ def define_sampling() -> dict[str, flags.FlagHolder]:
 
 def sampling_options(holders: dict[str, flags.FlagHolder]) -> dict[str, Any]:
     """The flags of `define_sampling` as arguments of `specjax.decode`."""
-    values = {name: holder.value for name, holder in holders.items()}
-    return values | {"key": jax.random.key(values.pop("seed"))}
+    options = {name: holder.value for name, holder in holders.items()}
+    options["key"] = jax.random.key(options.pop("seed"))
+    return options
 
 
 def require(**values: Any) -> None:
@@ -65,10 +69,27 @@ def require(**values: Any) -> None:
             raise ValueError(f"--{name} is missing (see --help)")
 
 
+def load_target(source: str) -> Target:
+    """The target, with progress bars."""
+    with progress() as report:
+        return specjax.load_target(source, progress=report)
+
+
+def define_json() -> flags.FlagHolder:
+    """`--json`."""
+    return flags.DEFINE_string("json", None, "File to write the figures to.", module_name=MAIN)
+
+
 def check_writable(path: str | None) -> None:
     """Raises OSError now, and not after hours of work, where a file cannot be written."""
     if path:
         pathlib.Path(path).touch()
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    """Writes the figures, if a file was asked for."""
+    if path:
+        pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
 
 
 def machine() -> dict[str, Any]:

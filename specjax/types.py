@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -158,6 +158,15 @@ class LoadedDrafter:
     name: str
 
 
+def drafter_and_params(
+    drafter: Drafter | LoadedDrafter | None,
+) -> tuple[Drafter | None, PyTree]:
+    """The pure functions and their params, () for a drafter without weights."""
+    if isinstance(drafter, LoadedDrafter):
+        return drafter.drafter, drafter.params
+    return drafter, ()
+
+
 class Verifier(Protocol):
     """A verification rule: a pure function of one sequence's draft and target logits."""
 
@@ -203,6 +212,21 @@ class DecodeResult:
     prefill_seconds: float
     decode_seconds: float
     tokenizer: Any = None
+
+    @classmethod
+    def pooled(cls, results: Sequence[DecodeResult]) -> DecodeResult:
+        """Several results of one drafter as one: their rows together, their seconds summed."""
+
+        def rows(name: str) -> list:
+            return [row for result in results for row in getattr(result, name)]
+
+        return cls(
+            *map(rows, ("prompts", "tokens", "stop_reason", "accepted", "drafted", "committed")),
+            results[0].num_draft_tokens,
+            sum(result.prefill_seconds for result in results),
+            sum(result.decode_seconds for result in results),
+            results[0].tokenizer,
+        )
 
     @property
     def tau(self) -> float:

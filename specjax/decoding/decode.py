@@ -19,7 +19,15 @@ from specjax.models.target import Target
 from specjax.models.tokenizer import encode_prompt
 from specjax.models.transformer import check_taps
 from specjax.sampling import Sampling
-from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress, PyTree, StopReason
+from specjax.types import (
+    DecodeResult,
+    Drafter,
+    LoadedDrafter,
+    Progress,
+    PyTree,
+    StopReason,
+    drafter_and_params,
+)
 from specjax.verification import RULES, greedy
 
 Prompt = str | Sequence[int]
@@ -73,13 +81,13 @@ def decode(
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(sorted(RULES))}")
-    ids = _encode(target, prompts, chat)
+    ids = encode_prompts(target, prompts, chat)
     budgets = _budgets(max_new_tokens, len(ids))
     sampling = _sampling(len(ids), temperature, top_k, top_p, min_p)
     keys = None if sampling is None else _request_keys(key, len(ids))
     verify = greedy if sampling is None else RULES[rule]
-    drafter, drafter_params = _parts(drafter)
-    size = _cache_size(target, ids, budgets, max_len)
+    drafter, drafter_params = drafter_and_params(drafter)
+    size = cache_size(target, ids, budgets, max_len)
     stops = _stop_ids(target, target.stop_tokens if stop_tokens is None else stop_tokens)
     if drafter:
         check_taps(drafter.taps, target.config)
@@ -122,10 +130,10 @@ def decode(
     return _result(target, drafter, ids, state, seconds)
 
 
-def _encode(
-    target: Target, prompts: Prompt | Sequence[Prompt], chat: bool | None
+def encode_prompts(
+    target: Target, prompts: Prompt | Sequence[Prompt], chat: bool | None = None
 ) -> list[np.ndarray]:
-    """Token ids of each prompt, checked."""
+    """Token ids of each prompt, checked; the arguments are those of `decode`."""
     if isinstance(prompts, str) or (len(prompts) and _is_id(prompts[0])):
         prompts = [prompts]
     if not len(prompts):
@@ -230,14 +238,8 @@ def _request_keys(key: jax.Array | None, batch: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 
 
-def _parts(drafter: Drafter | LoadedDrafter | None) -> tuple[Drafter | None, PyTree]:
-    if isinstance(drafter, LoadedDrafter):
-        return drafter.drafter, drafter.params
-    return drafter, ()
-
-
-def _cache_size(
-    target: Target, ids: list[np.ndarray], budgets: np.ndarray, max_len: int | None
+def cache_size(
+    target: Target, ids: list[np.ndarray], budgets: np.ndarray, max_len: int | None = None
 ) -> int:
     """Rows of the cache: `max_len`, or the power of two that holds every row."""
     context = target.config.context_length

@@ -60,8 +60,8 @@ class DraftLM:
 
     def init_state(self, max_len: int) -> DraftLMState:
         """An empty cache."""
-        scratch = Scratch.empty(self.config, self.num_draft_tokens + 1, self.dtype)
-        return DraftLMState(KVCache.zeros(self.config, max_len, self.dtype), scratch.rows)
+        sizes = max_len, self.num_draft_tokens + 1
+        return DraftLMState(*(KVCache.zeros(self.config, size, self.dtype) for size in sizes))
 
     def prefill(
         self, params: PyTree, target_params: PyTree, state: DraftLMState, chunk: Committed

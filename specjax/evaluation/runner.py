@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from specjax import metrics
 from specjax.decoding.decode import decode
 from specjax.evaluation.identity import identical
 from specjax.models.target import Target
@@ -29,50 +29,48 @@ class Evaluation:
     speculative: list[DecodeResult]
     identical: list[str]
 
-    def _pooled(self, name: str) -> np.ndarray:
-        return np.concatenate([row for run in self.speculative for row in getattr(run, name)])
+    @functools.cached_property
+    def _plain(self) -> DecodeResult:
+        return DecodeResult.pooled(self.plain)
+
+    @functools.cached_property
+    def _speculative(self) -> DecodeResult:
+        return DecodeResult.pooled(self.speculative)
 
     @property
     def num_draft_tokens(self) -> int:
         """K."""
-        return self.speculative[0].num_draft_tokens
+        return self._speculative.num_draft_tokens
 
     @property
     def tau(self) -> float:
         """τ, pooled over all cycles of all prompts."""
-        return metrics.tau(self._pooled("committed"))
+        return self._speculative.tau
 
     @property
     def survival(self) -> np.ndarray:
         """J_1…J_K, pooled."""
-        counts = self._pooled("accepted"), self._pooled("committed")
-        return metrics.survival(*counts, self.num_draft_tokens)
+        return self._speculative.survival
 
     @property
     def alpha(self) -> np.ndarray:
         """α_1…α_K, pooled."""
-        counts = (self._pooled(name) for name in ("accepted", "drafted", "committed"))
-        return metrics.alpha(*counts, self.num_draft_tokens)
+        return self._speculative.alpha
 
     @property
     def plain_tokens_per_second(self) -> float:
         """All tokens over all seconds of plain decoding, prefill left out."""
-        return _speed(self.plain)
+        return self._plain.tokens_per_second
 
     @property
     def speculative_tokens_per_second(self) -> float:
         """All tokens over all seconds of speculative decoding, prefill left out."""
-        return _speed(self.speculative)
+        return self._speculative.tokens_per_second
 
     @property
     def speedup(self) -> float:
         """Speculative over plain tokens per second."""
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
-
-
-def _speed(runs: list[DecodeResult]) -> float:
-    tokens = sum(len(row) for run in runs for row in run.tokens)
-    return tokens / sum(run.decode_seconds for run in runs)
 
 
 def evaluate(

@@ -175,25 +175,30 @@ def _check_architecture(architecture: Any) -> None:
         )
 
 
-def _gemma3(hidden_size: int, num_layers: int, window: int, pattern: int) -> dict[str, Any]:
-    """What sets Gemma 3 apart; every `pattern`-th layer is global, the others slide."""
+def _gemma3(
+    hidden_size: int, num_layers: int, window: int, pattern: int | list[bool]
+) -> dict[str, Any]:
+    """What sets Gemma 3 apart.
+
+    `pattern`: which layers slide, or n where every n-th is global and the others slide.
+    """
+    if isinstance(pattern, int):
+        pattern = [(i + 1) % pattern > 0 for i in range(num_layers)]
     return {
         "qk_norm": True,
         "post_norms": True,
         "activation": "gelu_tanh",
         "embedding_scale": hidden_size**0.5,
         "sliding_window": window,
-        "sliding_layers": tuple((i + 1) % pattern > 0 for i in range(num_layers)),
+        "sliding_layers": tuple(map(bool, pattern)),
     }
 
 
 def _gemma3_from_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers = raw["num_hidden_layers"]
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    fields = _gemma3(raw["hidden_size"], num_layers, raw["sliding_window"], pattern)
     if raw.get("layer_types"):
-        kinds = raw["layer_types"]
-        fields["sliding_layers"] = tuple(kind == "sliding_attention" for kind in kinds)
+        pattern = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    fields = _gemma3(raw["hidden_size"], raw["num_hidden_layers"], raw["sliding_window"], pattern)
     local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
     query_scale = raw.get("query_pre_attn_scalar", 256) ** -0.5
@@ -266,14 +271,9 @@ def config_from_gguf(
         raise ValueError(f"GGUF metadata: RoPE on {rotated} of {head_dim} dims is not supported")
     gemma = architecture == "gemma3_text"
     if gemma:
-        window, pattern = (
-            get("attention.sliding_window"),
-            get("attention.sliding_window_pattern", 6),
-        )
-        kinds = pattern if isinstance(pattern, list) else None
-        family = _gemma3(hidden_size, get("block_count"), window, 6 if kinds else pattern)
-        if kinds:
-            family["sliding_layers"] = tuple(bool(kind) for kind in kinds)
+        pattern = get("attention.sliding_window_pattern", 6)
+        window = get("attention.sliding_window")
+        family = _gemma3(hidden_size, get("block_count"), window, pattern)
     else:
         family = _FAMILIES[architecture]
     return ModelConfig(

@@ -3,32 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-
-from tests.checkpoints.test_load import GOLDEN, write_gguf
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", GOLDEN / "llama_untied")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-
-    def run(program, *arguments):
-        return subprocess.run(
-            [sys.executable, "-m", f"experiments.{program}", *arguments],
-            capture_output=True, text=True, timeout=240, check=False,
-            env=os.environ | {"SPECJAX_CACHE": str(cache)},
-        )  # fmt: skip
-
-    return run
 
 
 def test_table_and_json(run, model, tmp_path):

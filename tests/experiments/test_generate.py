@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import subprocess
 import sys
 
@@ -11,26 +11,12 @@ import numpy as np
 import pytest
 
 import specjax
-from tests.checkpoints.test_load import GOLDEN, changed_copy, write_gguf
+from tests.checkpoints.test_load import changed_copy, write_gguf
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", GOLDEN / "llama_untied")
-
-
-@pytest.fixture(scope="module")
-def generate(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "experiments.generate", *arguments],
-            capture_output=True, text=True, timeout=240, check=False,
-            env=os.environ | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-
-    return run
+def generate(run):
+    return functools.partial(run, "generate")
 
 
 def test_compare_transcript_and_json(generate, model, tmp_path):

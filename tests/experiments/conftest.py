@@ -1,0 +1,30 @@
+"""A tiny model in a GGUF file, and the programs run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints.test_load import GOLDEN, write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", GOLDEN / "llama_untied")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(program, *arguments):
+        return subprocess.run(
+            [sys.executable, "-m", f"experiments.{program}", *arguments],
+            capture_output=True, text=True, timeout=240, check=False,
+            env=os.environ | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+
+    return run
