@@ -22,6 +22,7 @@ from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.evaluation.identity import worst
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
+from specjax.models.target import Target
 
 _TARGET = launch.define_target()
 _DRAFTERS = flags.DEFINE_multi_string(
@@ -47,9 +48,9 @@ def main() -> None:
     }
     if None in drafters.values():
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
+    encoded = {path: encode(target, path, texts) for path, texts in files.items()}
     rows = []
-    for path, texts in files.items():
-        prompts = encode_prompts(target, texts)
+    for path, prompts in encoded.items():
         budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
         size = min(cache_size(target, prompts, budgets), target.config.context_length)
         with launch.progress() as report:
@@ -67,6 +68,22 @@ def main() -> None:
         **launch.machine(),
     }
     launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
+
+
+def encode(target: Target, path: str, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of a file's prompts, each with room for an answer.
+
+    Raises:
+      ValueError: one of them cannot be used; the message has the file and its number, from 1.
+    """
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            prompts += encode_prompts(target, text)
+            cache_size(target, prompts[-1:], np.ones(1, int))
+        except ValueError as error:
+            raise ValueError(f"{path}, prompt {number}: {error}") from None
+    return prompts
 
 
 def figures(path: str, name: str, result: Evaluation) -> dict[str, Any]:

@@ -31,6 +31,23 @@ def test_table_and_json(run, model, tmp_path):
     assert [row["alpha"] for row in rows[:2]] == [row["alpha"] for row in rows[2:]]
 
 
+def test_all_files_are_checked_before_the_first_is_decoded(run, model, tmp_path):
+    """The wrong top_p would be found by the first decoding; the prompt of the last file is sooner."""
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"turns": ["abab"]}\n')
+    arguments = [
+        f"--target={model}", f"--prompts={good}", f"--prompts={bad}", "--temperature=1", "--top_p=0",
+    ]  # fmt: skip
+    for text, message in (
+        ("ab" * 5000, "tokens leaves no room for an answer in the target's context"),
+        ("\\ud800", "surrogates not allowed"),
+    ):
+        bad.write_text(f'{{"turns": ["abab"]}}\n{{"turns": ["{text}"]}}\n')
+        done = run("evaluate", *arguments)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert f"{bad}, prompt 2: " in done.stderr and message in done.stderr
+
+
 def test_sampling_and_a_draft_lm(run, model, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"turns": ["abab"]}\n')
     out = tmp_path / "results.json"
