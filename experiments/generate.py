@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.text import Text
@@ -51,24 +52,28 @@ def main() -> None:
     target = launch.load_target(_TARGET.value)
     drafter = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
     answers = []
-    for prompt in _PROMPTS.value:
+    for index, prompt in enumerate(_PROMPTS.value):
         with launch.progress() as report:
-            result, comparison = answer(target, drafter, prompt, report)
+            result, comparison = answer(target, drafter, index, prompt, report)
         show(prompt, result, comparison)
         answers.append((result, comparison))
     launch.write_json(_JSON.value, summary(target, answers))
 
 
 def answer(
-    target: Target, drafter: Drafter | None, prompt: str, report: Progress | None
+    target: Target, drafter: Drafter | None, index: int, prompt: str, report: Progress | None
 ) -> tuple[DecodeResult, Comparison | None]:
-    """The answer to one prompt, and the comparison with plain decoding if it was asked for."""
+    """The answer to one prompt, and the comparison with plain decoding if it was asked for.
+
+    Each prompt has its own coins, by its index.
+    """
     options = {
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "max_len": _MAX_LEN.value,
         "chat": _CHAT.value,
         **launch.sampling_options(_SAMPLING),
     }
+    options["key"] = jax.random.fold_in(options["key"], index)
     if _COMPARE.value:
         comparison = compare(
             target, drafter, prompt, repeats=_REPEATS.value, progress=report, **options

@@ -48,6 +48,17 @@ def test_plain_answer(generate, model):
     assert expected.texts[0].strip() in done.stdout
 
 
+def test_equal_prompts_are_sampled_each_with_its_own_coins(generate, model, tmp_path):
+    out = tmp_path / "figures.json"
+    done = generate(
+        f"--target={model}", "--drafter=ngram", "--prompt=abab", "--prompt=abab",
+        "--temperature=1", "--seed=3", "--max_new_tokens=16", f"--json={out}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    one, other = (answer["tokens"] for answer in json.loads(out.read_text())["answers"])
+    assert one != other
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
