@@ -26,11 +26,15 @@ class Tensor(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """How one parameter is made: the tensors it needs, and how they become its array."""
+    """How one parameter is made: the tensors it needs, and how they become its array.
+
+    `wide` parameters are float32 in a model of any type.
+    """
 
     path: tuple[Any, ...]
     sources: dict[str, tuple[int, ...]]
     combine: Callable[..., np.ndarray]
+    wide: bool = False
 
 
 def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[_Recipe]:
@@ -38,7 +42,10 @@ def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[_Recipe]:
     groups, per_group = config.num_kv_heads, config.num_heads // config.num_kv_heads
 
     def norm(path, name, size=depth):
-        return _Recipe((*path, "scale"), {f"{name}.weight": (size,)}, lambda x: x + norm_offset)
+        def shifted(x):
+            return x.astype(np.float32) + np.float32(norm_offset)
+
+        return _Recipe((*path, "scale"), {f"{name}.weight": (size,)}, shifted, wide=True)
 
     def fuse_qkv(*projections):
         parts = [x.reshape(groups, -1, head, *x.shape[1:]) for x in projections]
@@ -130,7 +137,7 @@ def convert(
     Args:
       config: the architecture.
       tensors: by Hugging Face name (`model.layers.0.self_attn.q_proj.weight`, `[out, in]`).
-      dtype: of the params.
+      dtype: of the params; norm scales are float32.
       progress: told how many parameters are done.
       norm_offset: added to the stored norm weights (1 where they are stored around 0, as Gemma's).
 
@@ -144,7 +151,8 @@ def convert(
         if progress:
             progress("loading weights", done, len(recipes))
         array = recipe.combine(*(tensors[name].read() for name in recipe.sources))
-        flat[recipe.path] = jnp.asarray(np.ascontiguousarray(array), dtype)
+        kind = jnp.float32 if recipe.wide else dtype
+        flat[recipe.path] = jnp.asarray(np.ascontiguousarray(array), kind)
     if progress:
         progress("loading weights", len(recipes), len(recipes))
     return nest(flat)

@@ -26,7 +26,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.target import Target
 
 # Part of an entry's name: raise it when `convert` or the tokenizer builder changes.
-FORMAT = 2
+FORMAT = 3
 
 
 def entry_of(path: pathlib.Path, dtype: jnp.dtype) -> pathlib.Path:

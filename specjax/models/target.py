@@ -37,7 +37,7 @@ class Target:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Type of the weights, in which the model computes."""
+        """Type of the weights (norm scales are float32), in which the model computes."""
         return self.params["embedding"].dtype
 
     @functools.cached_property

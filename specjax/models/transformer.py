@@ -157,17 +157,24 @@ def attend(
 
 
 class RMSNorm(nnx.Module):
-    """Scales to unit root mean square, in float32 (Zhang & Sennrich 2019, eq. 4)."""
+    """Scales to unit root mean square, in float32 (Zhang & Sennrich 2019, eq. 4).
 
-    def __init__(self, size: int, eps: float, dtype: jax.typing.DTypeLike):
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.eps = eps
+    The scale `[size]` is float32 whatever the model's type. Gemma multiplies by it before the
+    result is rounded to the type of x (`round_last`), the other families after, with both rounded.
+    """
+
+    def __init__(self, size: int, config: ModelConfig):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps, self.round_last = config.rms_norm_eps, config.post_norms
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[…, size]` → the same."""
+        """`[…, size]` → the same, in the type of x."""
         wide = x.astype(jnp.float32)
         unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return unit.astype(x.dtype) * self.scale[...]
+        scale = self.scale[...]
+        if self.round_last:
+            return (unit * scale).astype(x.dtype)
+        return unit.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -181,7 +188,7 @@ class Block(nnx.Module):
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
         def norm(size):
-            return RMSNorm(size, config.rms_norm_eps, dtype)
+            return RMSNorm(size, config)
 
         self.config = config
         self.attention_norm = norm(depth)
@@ -251,7 +258,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
         self.blocks = nnx.List([Block(config, dtype, rngs) for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.final_norm = RMSNorm(config.hidden_size, config)
         if not config.tie_embeddings:
             self.head_weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 

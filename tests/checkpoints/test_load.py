@@ -282,6 +282,17 @@ def changed_copy(tmp_path, change, name="llama_tied"):
     return folder
 
 
+@pytest.mark.parametrize("stored", [np.float16, jnp.bfloat16])
+def test_gemmas_one_is_added_in_float32(tmp_path, stored):
+    def narrow(tensors):
+        tensors.update({name: values.astype(stored) for name, values in tensors.items()})
+
+    folder = changed_copy(tmp_path, narrow, "gemma3")
+    scale = load_target(folder, dtype=jnp.bfloat16).params["final_norm"]["scale"]
+    weight = tensors_of(folder)["model.norm.weight"]
+    np.testing.assert_array_equal(scale, 1 + weight.astype(np.float32))
+
+
 def test_missing_extra_and_misshaped_tensors_are_named(tmp_path):
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -114,6 +114,34 @@ def test_write_rows_drops_what_does_not_count(tiny):
         np.testing.assert_array_equal(after.k[2], np.broadcast_to(expected[:, None], (2, 6, 8)))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bfloat16_model_computes_in_bfloat16(name):
+    target = load_target(GOLDEN / name, dtype=jnp.bfloat16)
+    model = nnx.merge(target.graphdef, target.params)
+    cache = KVCache.zeros(target.config, 4, jnp.bfloat16)
+    out = model(jnp.arange(3), jnp.arange(3), cache, jnp.int32(0), causal_mask(3), taps=(0, 2))
+    assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype(jnp.bfloat16)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        assert leaf.dtype == (jnp.float32 if path[-1].key == "scale" else jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norms_round_where_transformers_does(name):
+    """Gemma rounds unit · (1 + w) once; the others round unit and weight before the product."""
+    target = load_target(GOLDEN / name, dtype=jnp.bfloat16)
+    norm = nnx.merge(target.graphdef, target.params).final_norm
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(50, 32)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    unit = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + target.config.rms_norm_eps)
+    scale = np.asarray(norm.scale[...])
+    assert not np.array_equal(scale, scale.astype(jnp.bfloat16))
+    if name == "gemma3":
+        expected = (unit * scale).astype(jnp.bfloat16)
+    else:
+        expected = unit.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(norm(x), expected)
+
+
 @pytest.mark.slow
 def test_golden_files_are_what_transformers_gives(golden):
     torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
