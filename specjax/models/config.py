@@ -274,6 +274,8 @@ def config_from_gguf(
         pattern = get("attention.sliding_window_pattern", 6)
         window = get("attention.sliding_window")
         family = _gemma3(hidden_size, get("block_count"), window, pattern)
+        if get("block_count") == 62:  # 27B, whose scale no key of the file says
+            family["query_scale"] = (hidden_size / num_heads) ** -0.5
     else:
         family = _FAMILIES[architecture]
     return ModelConfig(

@@ -125,6 +125,43 @@ def test_gguf_metadata_that_cannot_be_run(change, message):
         config_from_gguf(metadata | change, vocab_size=128, tied=True)
 
 
+@pytest.mark.parametrize(
+    ("size", "hf_scalar", "scale"),
+    [
+        # From the released config.json: layers, hidden size, heads, K/V heads, head size.
+        ((26, 1152, 4, 1, 256), 256, 256**-0.5),
+        ((34, 2560, 8, 4, 256), 256, 256**-0.5),
+        ((62, 5376, 32, 16, 128), 168, 168**-0.5),
+    ],
+)
+def test_query_scale_of_gemma_3(size, hf_scalar, scale):
+    layers, width, heads, kv, head = size
+    metadata = {
+        "general.architecture": "gemma3",
+        "gemma3.block_count": layers,
+        "gemma3.embedding_length": width,
+        "gemma3.attention.head_count": heads,
+        "gemma3.attention.head_count_kv": kv,
+        "gemma3.attention.key_length": head,
+        "gemma3.attention.sliding_window": 1024,
+        "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+        "gemma3.feed_forward_length": 64,
+    }
+    raw = RAW | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head,
+        "query_pre_attn_scalar": hf_scalar,
+        "sliding_window": 1024,
+    }
+    from_gguf = config_from_gguf(metadata, vocab_size=128, tied=True)
+    for config in (from_gguf, config_from_hf(raw)):
+        assert (config.query_scale or config.head_dim**-0.5) == pytest.approx(scale, rel=1e-12)
+
+
 def test_rope_factors_must_fit_the_head():
     with pytest.raises(ValueError, match="3 RoPE factors for head_dim 8, expected 4"):
         ModelConfig(8, 16, 16, 1, 2, 2, 8, rope_factors=(1.0, 2.0, 3.0))
