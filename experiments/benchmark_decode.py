@@ -4,8 +4,9 @@ r"""Times plain decoding and a cycle with its parts, on weights or on a shape wi
   python -m experiments.benchmark_decode --random_init=qwen3_0_6b --drafter=early_exit:4 \
     --simulated_alpha=0.8
 
-Rows hold random tokens. With `--simulated_alpha` the rule accepts each draft with that probability;
-otherwise the greedy rule decides, which on random text accepts little.
+Rows hold random tokens. With `--simulated_alpha` every draft has K tokens, and each is accepted with
+that probability; otherwise the rule decides, which on random text accepts little: `--rule` above
+temperature 0, greedy at 0.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from rich.table import Table
 
 import specjax
 from experiments import launch
-from specjax.evaluation.benchmark import Breakdown, breakdown, simulated
+from specjax.evaluation.benchmark import Breakdown, Simulated, breakdown
 from specjax.models.shapes import SHAPES
 from specjax.models.target import random_target
 from specjax.types import drafter_and_params
-from specjax.verification import greedy
+from specjax.verification import RULES, greedy
 
 _TARGET = launch.define_target()
 _RANDOM_INIT = flags.DEFINE_enum(
@@ -37,6 +38,8 @@ _SIMULATED_ALPHA = flags.DEFINE_float(
     "simulated_alpha", None, "Accept each draft with this probability.",
     lower_bound=0.0, upper_bound=1.0,
 )  # fmt: skip
+_SAMPLING = launch.define_sampling()
+_RULE = flags.DEFINE_enum("rule", "token", list(RULES), "Rule above temperature 0.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
 _MAX_LEN = flags.DEFINE_integer("max_len", 512, "Rows of the KV cache.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 16, "Steps or cycles a timed run.", lower_bound=1)
@@ -60,12 +63,15 @@ def main() -> None:
         raise ValueError("--drafter=none: plain decoding is timed beside every drafter anyway")
     drafter, params = drafter_and_params(loaded)
     alpha = _SIMULATED_ALPHA.value
-    rule = greedy if alpha is None else simulated(alpha)
+    sampling = {name: flag.value for name, flag in _SAMPLING.items()}
+    rule = RULES[_RULE.value] if sampling["temperature"] else greedy
+    if alpha is not None:
+        rule = Simulated(alpha)
     trace = jax.profiler.trace(_PROFILE.value) if _PROFILE.value else contextlib.nullcontext()
     with trace:
         result = breakdown(
-            target, drafter, params, rule, batch=_BATCH.value,
-            max_len=_MAX_LEN.value, steps=_STEPS.value, repeats=_REPEATS.value,
+            target, drafter, params, rule, batch=_BATCH.value, max_len=_MAX_LEN.value,
+            steps=_STEPS.value, repeats=_REPEATS.value, **sampling,
         )  # fmt: skip
     show(result)
     figures = {
@@ -79,6 +85,8 @@ def main() -> None:
         "drafter": _DRAFTER.value,
         "num_draft_tokens": drafter.num_draft_tokens,
         "simulated_alpha": alpha,
+        "rule": _RULE.value if rule is RULES[_RULE.value] else None,
+        **sampling,
         "batch": _BATCH.value,
         "max_len": _MAX_LEN.value,
         "dtype": target.dtype.name,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.decoding import decode as decoding
 from specjax.decoding.autoregressive import PlainState, plain_loop
 from specjax.decoding.rows import Row
 from specjax.decoding.speculative import (
@@ -34,24 +35,41 @@ from specjax.sampling import Sampling, argmax
 from specjax.types import Draft, Drafter, PyTree, StopReason, Verdict, Verifier
 
 
-@functools.lru_cache
-def simulated(alpha: float) -> Verifier:
+@dataclasses.dataclass(frozen=True)
+class Simulated:
     """A rule that accepts each draft with probability `alpha`, whatever it is. For timing only.
 
     It is not lossless: it lets shapes without weights, and drafters that are always wrong, be timed
     at an acceptance rate.
     """
 
-    def verify(
-        draft: Draft, target_logits: jax.Array, sampling: Sampling | None, noise: Noise | None
+    alpha: float
+
+    def __call__(
+        self, draft: Draft, target_logits: jax.Array, sampling: Sampling | None, noise: Noise
     ) -> Verdict:
+        """Coins decide, up to `num_valid`."""
         count = draft.tokens.shape[0]
-        kept = noise.uniforms(Role.VERDICT, count) < alpha
+        kept = noise.uniforms(Role.VERDICT, count) < self.alpha
         kept &= jnp.arange(count) < draft.num_valid
         accepted = jnp.cumprod(kept.astype(jnp.int32)).sum()
         return Verdict(accepted, argmax(target_logits)[accepted])
 
-    return verify
+
+@dataclasses.dataclass(frozen=True)
+class WholeDrafts:
+    """A drafter whose every draft counts as K tokens, also where it has less to offer."""
+
+    drafter: Drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, *arguments: Any) -> tuple[Draft, PyTree]:
+        """The drafter's draft, all of it valid."""
+        draft, state = self.drafter.propose(*arguments)
+        whole = jnp.full_like(draft.num_valid, self.drafter.num_draft_tokens)
+        return dataclasses.replace(draft, num_valid=whole), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +139,27 @@ def draft_alone(
     keys: jax.Array,
     *,
     steps: int,
-) -> jax.Array:
-    """Drafts `steps` times; the anchor of each is the last token drafted before."""
+) -> tuple[jax.Array, jax.Array]:
+    """Drafts `steps` times; the anchor of each is the last token drafted before.
+
+    Returns:
+      The last tokens `[B]`, and `[]` float32 that depends on every log q: without it XLA would leave
+      out what only a rule reads.
+    """
     one = jax.vmap(functools.partial(propose, drafter, drafter_params, params))
 
-    def body(_, anchors: jax.Array) -> jax.Array:
+    def body(_, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        anchors, read = carry
         index = (jnp.arange(len(anchors)), rows.length - 1)
         moved = dataclasses.replace(rows, tokens=rows.tokens.at[index].set(anchors))
         noise = None if sampling is None else Noise(keys, moved.length - 1)
         draft, _ = one(moved, cache, state, sampling, noise)
-        return draft.tokens[:, -1]
+        if draft.log_q is not None:
+            read += draft.log_q.max(-1).sum()
+        return draft.tokens[:, -1], read
 
-    return jax.lax.fori_loop(0, steps, body, jnp.ones(rows.length.shape[0], jnp.int32))
+    anchors = jnp.ones(rows.length.shape[0], jnp.int32)
+    return jax.lax.fori_loop(0, steps, body, (anchors, jnp.float32(0)))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rule", "taps", "steps", "k"))
@@ -182,13 +209,17 @@ def breakdown(
     length: int = 64,
     steps: int = 16,
     repeats: int = 5,
-    sampling: Sampling | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
 ) -> Breakdown:
     """Times every part, in turn, on rows of random tokens.
 
     Every cycle verifies K + 1 tokens, also where the drafter has nothing to offer: so that the cycle
-    is the sum of its parts.
+    is the sum of its parts. A `Simulated` rule takes every draft for K tokens, so that its τ is
+    (1 − α^(K + 1)) / (1 − α) with any drafter.
 
     Args:
       target, drafter, drafter_params, rule: what is timed.
@@ -196,14 +227,20 @@ def breakdown(
       length: committed tokens of each row at the start.
       steps: steps or cycles a run; the rows must have room for all of them.
       repeats: timed runs of each part, after one that compiles.
-      sampling: None for the greedy mode.
+      temperature, top_k, top_p, min_p: sampling, as `specjax.decode` has it, the same for all rows.
       seed: of tokens and noise.
+
+    Raises:
+      ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
     """
+    if isinstance(rule, Simulated):
+        drafter = WholeDrafts(drafter)
     k = drafter.num_draft_tokens
     if length + steps * (k + 1) > max_len:
         raise ValueError(
             f"{steps} cycles of K={k} need max_len ≥ {length + steps * (k + 1)}, got {max_len}"
         )
+    sampling = decoding._sampling(batch, temperature, top_k, top_p, min_p)
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), batch)
 
@@ -223,69 +260,56 @@ def breakdown(
     no_stops = jnp.full(8, -1, jnp.int32)
     committed = []
 
-    def plain() -> Callable[[], Any]:
+    def plain() -> Callable[[], PlainState]:
         rows, cache, _ = fresh()
-        state = PlainState(rows, cache, jnp.int32(0))
-        token_keys = None if sampling is None else keys
-        return lambda: (
-            plain_loop(
-                target.graphdef,
-                target.params,
-                state,
-                sampling,
-                token_keys,
-                no_stops,
-                jnp.int32(steps),
-            ).rows
-        )
+        return functools.partial(
+            plain_loop, target.graphdef, target.params, PlainState(rows, cache, jnp.int32(0)),
+            sampling, None if sampling is None else keys, no_stops, jnp.int32(steps),
+        )  # fmt: skip
 
-    def cycle() -> Callable[[], Any]:
+    def cycle() -> Callable[[], SpeculativeState]:
         rows, cache, drafter_state = fresh()
         counts = Counts.zeros(batch, steps)
         state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
-
-        def run():
-            done = speculative_loop(
-                target.graphdef, target.params, drafter, drafter_params, rule, state, sampling,
-                keys, no_stops, jnp.int32(steps), widths=(k + 1,),
-            )  # fmt: skip
-            committed.append(done.counts.committed)
-            return done.rows
-
-        return run
+        return functools.partial(
+            speculative_loop, target.graphdef, target.params, drafter, drafter_params, rule, state,
+            sampling, keys, no_stops, jnp.int32(steps), widths=(k + 1,),
+        )  # fmt: skip
 
     def draft() -> Callable[[], Any]:
-        rows, cache, drafter_state = fresh()
-        return lambda: draft_alone(
-            target.params, drafter, drafter_params, rows, cache, drafter_state, sampling, keys,
+        return functools.partial(
+            draft_alone, target.params, drafter, drafter_params, *fresh(), sampling, keys,
             steps=steps,
         )  # fmt: skip
 
     def verification() -> Callable[[], Any]:
         rows, cache, _ = fresh()
-        return lambda: verify_alone(
-            target.graphdef, target.params, rule, drafter.taps, rows, cache, sampling, keys,
-            k=k, steps=steps,
+        return functools.partial(
+            verify_alone, target.graphdef, target.params, rule, drafter.taps, rows, cache, sampling,
+            keys, k=k, steps=steps,
         )  # fmt: skip
 
     large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
     parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
-    parts["read"] = lambda: lambda: _sum(large)
+    parts["read"] = lambda: functools.partial(_sum, large)
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 1):
         for name, prepare in parts.items():
             run = prepare()
-            jax.block_until_ready(large)
+            jax.block_until_ready(run.args)
             started = time.perf_counter()
-            jax.block_until_ready(run())
+            done = jax.block_until_ready(run())
             if repeat:
                 seconds[name].append(time.perf_counter() - started)
+            if repeat and name == "cycle":
+                committed.append(np.asarray(done.counts.committed))
+            del run, done  # their caches, before the next are made
 
     def timing(values: list[float]) -> Timing:
         return Timing(statistics.median(values), min(values), max(values))
 
     timings = {name: timing([x / steps for x in seconds[name]]) for name in parts if name != "read"}
-    tau = float(np.mean(np.concatenate([np.asarray(x) for x in committed[1:]])))
+    tau = float(np.mean(committed))
     weights = jax.tree.leaves(target.params)
     read = target.config.vocab_size * target.config.hidden_size * target.dtype.itemsize
     untied = 0 if target.config.tie_embeddings else read  # of the embedding a step reads one row

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import drafters
+from specjax.decoding import decode as decoding
 from specjax.drafters import NGram
 from specjax.evaluation import benchmark
-from specjax.evaluation.benchmark import Breakdown, Timing, breakdown, simulated
+from specjax.evaluation.benchmark import Breakdown, Simulated, Timing, breakdown
+from specjax.models.cache import KVCache
 from specjax.models.shapes import SHAPES
 from specjax.models.target import Target
 from specjax.noise import Noise
+from specjax.sampling import Sampling
 from specjax.types import Draft
-from specjax.verification import greedy
+from specjax.verification import RULES, greedy
 
 
 def exactly(seconds):
@@ -43,7 +48,7 @@ def test_simulated_acceptance_is_geometric():
     @jax.vmap
     def accepted(index):
         noise = Noise(jax.random.fold_in(jax.random.key(0), index), jnp.int32(9))
-        return simulated(0.7)(draft, logits, None, noise).accepted
+        return Simulated(0.7)(draft, logits, None, noise).accepted
 
     counts = np.bincount(np.asarray(accepted(jnp.arange(20_000))), minlength=4)
     expected = 20_000 * np.array([0.3, 0.21, 0.147, 0.343])
@@ -53,17 +58,100 @@ def test_simulated_acceptance_is_geometric():
 @pytest.mark.parametrize(("alpha", "tau"), [(0.0, 1.0), (1.0, 4.0)])
 def test_tau_follows_the_simulated_acceptance(tiny, alpha, tau, monkeypatch):
     """A drafter that always drafts, a rule that takes all or nothing."""
-    import specjax.drafters as drafters
-
     loaded = drafters.early_exit(tiny, 1, 3)
     result = breakdown(
-        tiny, loaded.drafter, loaded.params, simulated(alpha), batch=2, max_len=64, length=8,
+        tiny, loaded.drafter, loaded.params, Simulated(alpha), batch=2, max_len=64, length=8,
         steps=4, repeats=2,
     )  # fmt: skip
     assert result.tau == tau
     for part in ("plain", "cycle", "draft", "verify"):
         timing = getattr(result, part)
         assert 0 < timing.fastest <= timing.median <= timing.slowest
+
+
+def test_a_simulated_rule_has_the_tau_of_its_alpha_with_any_drafter(tiny):
+    """A drafter that hardly ever finds a match: each of its drafts counts as K tokens all the same."""
+    k, alpha, batch, steps = 3, 0.7, 128, 12
+    result = breakdown(
+        tiny, NGram(k, min_ngram=3), (), Simulated(alpha), batch=batch, max_len=64, length=8,
+        steps=steps, repeats=1,
+    )  # fmt: skip
+    committed = 1 + np.arange(k + 1)
+    law = alpha ** np.arange(k + 1) * np.append(np.full(k, 1 - alpha), 1)
+    tau = (1 - alpha ** (k + 1)) / (1 - alpha)
+    assert law @ committed == pytest.approx(tau)
+    error = np.sqrt((law @ committed**2 - tau**2) / (batch * steps))
+    assert abs(result.tau - tau) < 5 * error
+
+
+def watch_parts(monkeypatch, look):
+    """Calls `look` with the arguments of every part that is timed, before it runs."""
+
+    def watched(call, *arguments, **options):
+        look(arguments)
+        return call(*arguments, **options)
+
+    for name in ("plain_loop", "speculative_loop", "draft_alone", "verify_alone"):
+        part = functools.partial(watched, getattr(benchmark, name))
+        monkeypatch.setattr(benchmark, name, part)
+
+
+def test_sampling_reaches_every_part(tiny, monkeypatch):
+    seen = []
+    watch_parts(monkeypatch, lambda arguments: seen.append(
+        [x for x in arguments if isinstance(x, Sampling)]))  # fmt: skip
+    loaded = drafters.draft_lm(tiny, tiny, 2)
+    result = breakdown(
+        tiny, loaded.drafter, loaded.params, RULES["token"], batch=2, max_len=64, length=8, steps=8,
+        repeats=1, temperature=0.8, top_k=20, top_p=0.9,
+    )  # fmt: skip
+    for (sampling,) in seen:
+        assert sampling.temperature.tolist() == [np.float32(0.8)] * 2
+        assert sampling.top_k.tolist() == [20, 20]
+        assert sampling.top_p.tolist() == [np.float32(0.9)] * 2 and sampling.min_p is None
+    assert len(seen) == 8
+    assert 1 < result.tau <= 3
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        breakdown(tiny, NGram(2), (), greedy, temperature=-1)
+
+
+def test_all_is_prepared_before_the_clock_starts(tiny, monkeypatch):
+    """On a device that works asynchronously the making of caches would be timed, too."""
+    ready, kept, wait = set(), [], jax.block_until_ready
+
+    def waited(tree):
+        kept.append(jax.tree.leaves(tree))  # alive, so that no id comes twice
+        ready.update(map(id, kept[-1]))
+        return wait(tree)
+
+    monkeypatch.setattr(jax, "block_until_ready", waited)
+
+    def look(arguments):
+        arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+        assert arrays and ready.issuperset(map(id, arrays))
+
+    watch_parts(monkeypatch, look)
+    breakdown(tiny, NGram(2), (), greedy, max_len=64, length=8, steps=2, repeats=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reporting(NGram):
+    """Drafts with a log q whose largest entry is −3."""
+
+    def propose(self, *arguments):
+        draft, state = super().propose(*arguments)
+        log_q = jnp.full((self.num_draft_tokens, 61), -jnp.inf).at[:, 7].set(-3)
+        return dataclasses.replace(draft, log_q=log_q), state
+
+
+def test_drafting_alone_computes_log_q(tiny):
+    """What it returns depends on every log q, so that XLA cannot leave them out."""
+    rows = decoding._rows([np.arange(8)] * 2, np.array([40, 40]), 64, 64)
+    cache = decoding._broadcast(KVCache.zeros(tiny.config, 64, jnp.float32), 2)
+    keys = jax.random.split(jax.random.key(0), 2)
+    arguments = rows, cache, (), None, keys
+    _, read = benchmark.draft_alone(tiny.params, Reporting(3), (), *arguments, steps=5)
+    assert read == -3 * 2 * 3 * 5  # rows, K, steps
 
 
 def test_weight_bytes_are_what_a_step_reads(tiny):
@@ -86,9 +174,6 @@ def test_rows_must_have_room(tiny):
 def test_parts_depend_on_their_steps(tiny):
     """No step can be hoisted out of its loop: the result changes with their number."""
     rng = np.random.default_rng(0)
-    from specjax.decoding import decode as decoding
-    from specjax.models.cache import KVCache
-
     rows = decoding._rows([rng.integers(0, 61, 8)], np.array([40]), 64, 64)
     cache = decoding._broadcast(KVCache.zeros(tiny.config, 64, jnp.float32), 1)
     keys = jax.random.split(jax.random.key(0), 1)

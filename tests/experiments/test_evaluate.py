@@ -81,6 +81,20 @@ def test_benchmark_on_a_model(run, model, tmp_path):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
+def test_benchmark_above_temperature_zero(run, model, tmp_path):
+    out = tmp_path / "benchmark.json"
+    done = run(
+        "benchmark_decode", f"--target={model}", "--drafter=early_exit:1", "--steps=8",
+        "--num_draft_tokens=2", "--repeats=1", "--max_len=128", "--temperature=0.8", "--top_k=20",
+        "--seed=3", f"--json={out}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(out.read_text())
+    assert 1 < figures["tau"] <= 3
+    settings = {name: figures[name] for name in ("rule", "temperature", "top_k", "top_p", "seed")}
+    assert settings == {"rule": "token", "temperature": 0.8, "top_k": 20, "top_p": 1.0, "seed": 3}
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "status", "message"),
     [
