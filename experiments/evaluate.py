@@ -3,11 +3,14 @@ r"""Measures drafters on prompt files, each against plain decoding of the same p
   python -m experiments.evaluate --target=smollm2 --drafter=ngram --drafter=early_exit:20 \
     --prompts=gsm8k.jsonl --limit=10 --json=results.json
 
-A prompt file has one `{"turns": ["…"]}` a line; the first turn is used.
+A prompt file has one `{"turns": ["…"]}` a line; the first turn is used. With `--peer`, Hugging Face
+`transformers` decodes the same prompts in turn, plainly, by prompt lookup (`ngram`) and assisted
+(`draft_lm`), in a process that needs memory for a second copy of the models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -19,10 +22,13 @@ from rich.table import Table
 import specjax
 from experiments import launch
 from specjax.decoding.decode import cache_size, encode_prompts
+from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import worst
+from specjax.evaluation.peer import Peer, transformers_peer
 from specjax.evaluation.prompts import read_prompts
-from specjax.evaluation.runner import Evaluation, evaluate
+from specjax.evaluation.runner import Evaluation, evaluate, peer_tokens_per_second
 from specjax.models.target import Target
+from specjax.types import drafter_and_params
 
 _TARGET = launch.define_target()
 _DRAFTERS = flags.DEFINE_multi_string(
@@ -33,6 +39,10 @@ _LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", 
 _NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _SAMPLING = launch.define_sampling()
+_BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
+_PEER = flags.DEFINE_bool(
+    "peer", False, "Let `transformers` decode the same prompts in turn (needs the extra `parity`)."
+)
 _JSON = launch.define_json()
 
 
@@ -50,20 +60,24 @@ def main() -> None:
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
     encoded = {path: encode(target, path, texts) for path, texts in files.items()}
     rows = []
-    for path, prompts in encoded.items():
-        budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
-        size = min(cache_size(target, prompts, budgets), target.config.context_length)
-        with launch.progress() as report:
-            results = evaluate(
-                target, drafters, prompts, progress=report, max_len=size,
-                max_new_tokens=_MAX_NEW_TOKENS.value, **launch.sampling_options(_SAMPLING),
-            )  # fmt: skip
-        rows += [figures(path, name, result) for name, result in results.items()]
+    with start_peer(target, drafters) as peer:
+        for path, prompts in encoded.items():
+            budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
+            size = min(cache_size(target, prompts, budgets), target.config.context_length)
+            with launch.progress() as report:
+                results = evaluate(
+                    target, drafters, prompts, batch=_BATCH.value, peer=peer, progress=report,
+                    max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value,
+                    **launch.sampling_options(_SAMPLING),
+                )  # fmt: skip
+            for name, result in results.items():
+                rows.append(figures(path, len(prompts), name, result))
     show(rows)
     settings = {
         "target": target.name,
         "dtype": target.dtype.name,
         "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "batch": _BATCH.value,
         **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),
     }
@@ -86,11 +100,30 @@ def encode(target: Target, path: str, texts: list[str]) -> list[np.ndarray]:
     return prompts
 
 
-def figures(path: str, name: str, result: Evaluation) -> dict[str, Any]:
+def start_peer(
+    target: Target, drafters: dict[str, Any]
+) -> contextlib.AbstractContextManager[Peer | None]:
+    """The `transformers` process, where it is wanted."""
+    if not _PEER.value:
+        return contextlib.nullcontext()
+    if _SAMPLING["temperature"].value:
+        raise ValueError("--peer compares at temperature 0 only")
+    pairs = [drafter_and_params(drafter) for drafter in drafters.values()]
+    models = [
+        Target("assistant", drafter.config, params)
+        for drafter, params in pairs
+        if isinstance(drafter, DraftLM)
+    ]
+    if len(models) > 1:
+        raise ValueError("--peer takes one draft_lm at a time")
+    return transformers_peer(target, *models)
+
+
+def figures(path: str, num_prompts: int, name: str, result: Evaluation) -> dict[str, Any]:
     """One row of the table."""
     return {
         "prompts": pathlib.Path(path).name,
-        "num_prompts": len(result.plain),
+        "num_prompts": num_prompts,
         "drafter": name,
         "num_draft_tokens": result.num_draft_tokens,
         "tau": result.tau,
@@ -100,20 +133,32 @@ def figures(path: str, name: str, result: Evaluation) -> dict[str, Any]:
         "speculative_tokens_per_second": result.speculative_tokens_per_second,
         "speedup": result.speedup,
         "identical": worst(result.identical) if result.identical else None,
+        "peer_plain_tokens_per_second": peer_tokens_per_second(result.peer_plain),
+        "times_peer_plain": result.times_peer_plain,
+        "peer_speculative_tokens_per_second": peer_tokens_per_second(result.peer_speculative),
+        "times_peer_speculative": result.times_peer_speculative,
     }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints the table."""
+    """Prints the table; the peer's columns are its tokens/s and how many times as fast ours are."""
     table = Table()
-    for heading in (
+    headings = [
         "prompts", "drafter", "K", "τ", "α_k", "J_k", "plain tok/s", "spec. tok/s", "speed-up",
         "identical",
-    ):  # fmt: skip
+    ]  # fmt: skip
+    if _PEER.value:
+        headings += ["transformers plain", "spec."]
+    for heading in headings:
         table.add_column(heading, overflow="fold")
 
     def short(values):
         return " ".join("–" if value is None else f"{value:.2f}" for value in values)
+
+    def peer(row, kind):
+        if row[f"times_peer_{kind}"] is None:
+            return "–"
+        return f"{row[f'peer_{kind}_tokens_per_second']:.1f} ({row[f'times_peer_{kind}']:.2f}×)"
 
     for row in rows:
         table.add_row(
@@ -127,6 +172,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['speculative_tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}×",
             row["identical"] or "–",
+            *([peer(row, "plain"), peer(row, "speculative")] if _PEER.value else []),
         )
     console = Console()
     if not console.is_terminal:

@@ -11,23 +11,39 @@ import jax
 import numpy as np
 
 from specjax.decoding.decode import decode
+from specjax.drafters import NGram
+from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import identical
+from specjax.evaluation.peer import Peer, PeerResult
 from specjax.models.target import Target
-from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress, StopReason
+from specjax.types import (
+    DecodeResult,
+    Drafter,
+    LoadedDrafter,
+    Progress,
+    StopReason,
+    drafter_and_params,
+)
+
+PEER_MODES = {NGram: "lookup", DraftLM: "assisted"}  # what `transformers` has of the same kind
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One drafter on one set of prompts, each prompt decoded by itself.
+    """One drafter on one set of prompts.
 
     Attributes:
-      plain, speculative: one result a prompt; of the plain ones all drafters share the same.
-      identical: answers of `specjax.evaluation.identity`, one a prompt; empty above temperature 0.
+      plain, speculative: one result a batch; of the plain ones all drafters share the same.
+      identical: answers of `specjax.evaluation.identity`, one a batch; empty above temperature 0.
+      peer_plain, peer_speculative: what `transformers` made of the same batches; empty where it was
+        not asked, or has no such drafter.
     """
 
     plain: list[DecodeResult]
     speculative: list[DecodeResult]
     identical: list[str]
+    peer_plain: list[PeerResult]
+    peer_speculative: list[PeerResult]
 
     @functools.cached_property
     def _plain(self) -> DecodeResult:
@@ -72,43 +88,92 @@ class Evaluation:
         """Speculative over plain tokens per second."""
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
 
+    @property
+    def times_peer_plain(self) -> float | None:
+        """Tokens per second of plain decoding over those of `transformers`, prefill included."""
+        return _times(self.plain, self.peer_plain)
+
+    @property
+    def times_peer_speculative(self) -> float | None:
+        """The same of speculative decoding."""
+        return _times(self.speculative, self.peer_speculative)
+
+
+def _times(results: list[DecodeResult], peer: list[PeerResult]) -> float | None:
+    """End-to-end tokens per second over the peer's; None where there is no peer."""
+    if not peer:
+        return None
+    seconds = sum(result.prefill_seconds + result.decode_seconds for result in results)
+    tokens = sum(len(row) for result in results for row in result.tokens)
+    return tokens / seconds / peer_tokens_per_second(peer)
+
+
+def peer_tokens_per_second(results: list[PeerResult]) -> float | None:
+    """All tokens over all seconds, prefill included; None where there is no peer."""
+    if not results:
+        return None
+    tokens = sum(len(row) for result in results for row in result.tokens)
+    return tokens / sum(result.seconds for result in results)
+
 
 def evaluate(
     target: Target,
     drafters: Mapping[str, Drafter | LoadedDrafter],
     prompts: Sequence[Any],
     *,
+    batch: int = 1,
+    peer: Peer | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> dict[str, Evaluation]:
-    """Decodes every prompt plainly and with every drafter, one after the other.
+    """Decodes every batch of prompts plainly and with every drafter, one after the other.
 
     Each program runs once before it is timed. All prompts share one `max_len`, so that each is
-    compiled once.
+    compiled once (twice where the last batch is smaller).
 
     Args:
       target: from `specjax.load_target`.
       drafters: by name.
       prompts: as `specjax.decode` takes one.
+      batch: prompts decoded together.
+      peer: also takes its turn, in the greedy mode; speculatively with the drafters of
+        `PEER_MODES`, where `batch` is 1.
       progress: called with (what, prompts done, prompts in all).
       options: further arguments of `specjax.decode`; `max_len` should hold the longest prompt.
     """
     greedy = not np.any(options.get("temperature", 0.0))
+    if peer and not greedy:
+        raise ValueError("transformers is compared at temperature 0 only")
     key = options.get("key")
+    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     runs: dict[str, list[DecodeResult]] = {name: [] for name in drafters}
+    peers: dict[str | None, list[PeerResult]] = {name: [] for name in (None, *drafters)}
     plain: list[DecodeResult] = []
-    for drafter in (None, *drafters.values()):
-        decode(target, drafter, prompts[0], **options)
-    for done, prompt in enumerate(prompts):
+
+    def ask_peer(rows: Sequence[Any], name: str | None) -> list[PeerResult]:
+        drafter, _ = drafter_and_params(drafters[name] if name else None)
+        mode = PEER_MODES.get(type(drafter)) if name else "plain"
+        if peer is None or mode is None or (name and batch > 1):
+            return []
+        k, budget = drafter.num_draft_tokens if name else 0, options.get("max_new_tokens", 128)
+        return [peer.decode(rows, mode=mode, num_draft_tokens=k, max_new_tokens=budget)]
+
+    for rows in {len(rows): rows for rows in batches}.values():
+        for name in (None, *drafters):
+            decode(target, drafters[name] if name else None, rows, **options)
+            ask_peer(rows, name)
+    for number, rows in enumerate(batches):
         if progress:
-            progress("evaluating", done, len(prompts))
-        if not greedy:  # each prompt its own coins, as in one batch
-            options = options | {"key": jax.random.fold_in(key, done)}
-        plain.append(decode(target, None, prompt, **options))
+            progress("evaluating", number * batch, len(prompts))
+        if not greedy:  # each batch its own coins
+            options = options | {"key": jax.random.fold_in(key, number)}
+        plain.append(decode(target, None, rows, **options))
         if StopReason.NAN in plain[-1].stop_reason:
-            raise FloatingPointError(f"prompt {done}: the target's output is not finite")
+            raise FloatingPointError(f"batch {number}: the target's output is not finite")
+        peers[None] += ask_peer(rows, None)
         for name, drafter in drafters.items():
-            runs[name].append(decode(target, drafter, prompt, **options))
+            runs[name].append(decode(target, drafter, rows, **options))
+            peers[name] += ask_peer(rows, name)
     if progress:
         progress("evaluating", len(prompts), len(prompts))
     return {
@@ -116,6 +181,8 @@ def evaluate(
             plain,
             taken,
             [identical(target, *pair) for pair in zip(plain, taken, strict=True)] if greedy else [],
+            peers[None],
+            peers[name],
         )
         for name, taken in runs.items()
     }
