@@ -25,13 +25,17 @@ PROMPTS = [
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
-def next_logits(graphdef, params, tokens, length):
-    """Logits after `tokens[:length]` from one pass without a cache: the reference for all."""
+def _logits(graphdef, params, tokens):
     model = nnx.merge(graphdef, params)
     cache = KVCache.zeros(model.config, 1, jnp.float32)
     positions = jnp.arange(tokens.shape[0])
     out = model(tokens, positions, cache, jnp.int32(0), causal_mask(tokens.shape[0]))
-    return model.head(out.hidden)[length - 1]
+    return model.head(out.hidden)
+
+
+def all_logits(target, tokens):
+    """Logits `[T, V]` after each token from one pass without a cache: the reference for all."""
+    return np.asarray(_logits(target.graphdef, target.params, jnp.asarray(tokens, jnp.int32)))
 
 
 def reference_text(target, prompt, count, size=128):
@@ -40,8 +44,7 @@ def reference_text(target, prompt, count, size=128):
     for _ in range(count):
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
-        logits = next_logits(target.graphdef, target.params, padded, len(tokens))
-        tokens.append(int(np.argmax(logits)))
+        tokens.append(int(np.argmax(all_logits(target, padded)[len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
