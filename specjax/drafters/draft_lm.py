@@ -21,10 +21,14 @@ from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftLMState:
-    """The drafter's own cache, valid for rows < length − 2, and the rows of the last draft."""
+    """The drafter's own cache, valid for rows < length − 2, and the rows of the last draft.
+
+    `sound`, `[]` bool, is False from the first prompt chunk on whose output was not finite.
+    """
 
     cache: KVCache
     rows: KVCache
+    sound: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,9 @@ class DraftLM:
 
     The first slot recomputes a row that may be there already; where n = 1 there is no such token,
     and the slot is hidden.
+
+    Nothing is drafted where the drafting model's output is not finite: for the rest of the row if
+    that happened in its prompt, else in that cycle and as long as its cache holds such rows.
 
     Attributes:
       graphdef, config, dtype: of the drafting model; its params are the drafter's.
@@ -61,7 +68,8 @@ class DraftLM:
     def init_state(self, max_len: int) -> DraftLMState:
         """An empty cache."""
         sizes = max_len, self.num_draft_tokens + 1
-        return DraftLMState(*(KVCache.zeros(self.config, size, self.dtype) for size in sizes))
+        caches = (KVCache.zeros(self.config, size, self.dtype) for size in sizes)
+        return DraftLMState(*caches, jnp.array(True))
 
     def prefill(
         self, params: PyTree, target_params: PyTree, state: DraftLMState, chunk: Committed
@@ -75,7 +83,7 @@ class DraftLM:
         finite = jnp.isfinite(jnp.where(jnp.arange(width)[:, None] < chunk.count, out.hidden, 0))
         count = jnp.where(finite.all(), chunk.count, 0)
         cache = write_rows(state.cache, out.rows, chunk.start, count)
-        return dataclasses.replace(state, cache=cache)
+        return dataclasses.replace(state, cache=cache, sound=state.sound & finite.all())
 
     def propose(
         self,
@@ -106,6 +114,13 @@ class DraftLM:
             context,
             noise,
         )
+        # Logits of NaN give an id outside the vocabulary, or one that was not in the law.
+        sound = draft.tokens < self.config.vocab_size
+        if draft.log_q is not None:
+            slots = jnp.arange(self.num_draft_tokens)
+            sound = jnp.isfinite(draft.log_q.at[slots, draft.tokens].get(mode="fill"))
+        valid = jnp.cumprod((sound & state.sound).astype(jnp.int32)).sum()
+        draft = dataclasses.replace(draft, num_valid=valid)
         return draft, dataclasses.replace(state, rows=scratch.rows)
 
     def observe(

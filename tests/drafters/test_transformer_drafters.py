@@ -96,6 +96,44 @@ def test_early_exit_drafts_with_the_first_layers(tiny, texts):
         assert accepted.tolist() == kept_of_fresh_drafts(cut, prompt, text, 2)
 
 
+def blind(model, token):
+    """The model with NaN as one token's embedding."""
+    embedding = model.params["embedding"].at[token].set(jnp.nan)
+    return dataclasses.replace(model, params=model.params | {"embedding": embedding})
+
+
+def drafts_after(result, row, length):
+    """The most drafts of a cycle that began when the row had `length` new tokens or more."""
+    done = np.cumsum(result.committed[row]) - result.committed[row]
+    return result.drafted[row][done >= length].max()
+
+
+@pytest.mark.parametrize("temperature", [0, [0, 1, 0, 0, 0]])
+def test_nothing_is_drafted_from_a_prompt_that_is_not_finite(tiny, small, texts, temperature):
+    drafter = drafters.draft_lm(blind(small, 9), tiny, 3)  # in the prompts 0 and 2
+    result = specjax.decode(
+        tiny, drafter, PROMPTS, max_new_tokens=40, temperature=temperature, key=jax.random.key(0)
+    )
+    assert [result.tokens[row].tolist() for row in (0, 2, 3, 4)] == [texts[i] for i in (0, 2, 3, 4)]
+    for row in (0, 2):
+        assert (result.committed[row] == 1).all() and (result.drafted[row] == 0).all()
+    assert drafts_after(result, 3, 0) == 3
+
+
+@pytest.mark.parametrize("temperature", [0, [0, 1]])
+def test_nothing_is_drafted_behind_a_token_that_is_not_finite(tiny, small, texts, temperature):
+    token = next(token for token in texts[0][5:] if token not in [*texts[0][:5], *PROMPTS[0]])
+    at = texts[0].index(token)
+    drafter = drafters.draft_lm(blind(small, token), tiny, 3)
+    result = specjax.decode(
+        tiny, drafter, PROMPTS[:2], max_new_tokens=40, temperature=temperature,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    assert result.tokens[0].tolist() == texts[0]
+    assert drafts_after(result, 0, 0) == 3
+    assert drafts_after(result, 0, at + 1) == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_every_drafter(family):
     target = load_target(GOLDEN / family, dtype=jnp.float32)
