@@ -145,7 +145,11 @@ def draft_lm(model: Target, target: Target, num_draft_tokens: int = 4) -> Loaded
 
 
 def check_same_vocabulary(model: Target, target: Target) -> None:
-    """Raises ValueError where two models do not share their vocabulary, token for token."""
+    """Raises ValueError where two models do not share their vocabulary, token for token.
+
+    Ids that only fill the embedding up may be absent in one tokenizer and `[PAD151665]`, as GGUF
+    names them, in the other.
+    """
     sizes = model.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -154,11 +158,11 @@ def check_same_vocabulary(model: Target, target: Target) -> None:
         )
     if model.tokenizer is None or target.tokenizer is None:
         return
-    count = min(len(model.tokenizer), len(target.tokenizer))
-    names = (t.tokenizer.convert_ids_to_tokens(range(count)) for t in (model, target))
-    for index, (one, other) in enumerate(zip(*names, strict=True)):
-        if one != other:
+    names = (t.tokenizer.convert_ids_to_tokens(range(sizes[0])) for t in (model, target))
+    for index, pair in enumerate(zip(*names, strict=True)):
+        if len({None if name == f"[PAD{index}]" else name for name in pair}) > 1:
+            one, other = ("absent" if name is None else repr(name) for name in pair)
             raise ValueError(
                 f"drafter {model.name} and target {target.name} have different vocabularies: "
-                f"token {index} is {one!r} and {other!r}"
+                f"token {index} is {one} and {other}"
             )

@@ -249,6 +249,23 @@ def test_first_differing_token_is_named(tmp_path, monkeypatch):
         drafters.draft_lm(other, target)
 
 
+def test_tokens_that_one_tokenizer_lacks_are_named_unless_they_are_padding(tiny):
+    class Names(list):
+        def convert_ids_to_tokens(self, ids):
+            return [self[i] if i < len(self) else None for i in ids]
+
+    def named(*last):
+        return dataclasses.replace(tiny, tokenizer=Names([str(i) for i in range(59)] + [*last]))
+
+    for one, other in (([], ["[PAD59]", "[PAD60]"]), (["a"], ["a", "[PAD60]"]), ([], [])):
+        assert drafters.draft_lm(named(*one), named(*other))
+        assert drafters.draft_lm(named(*other), named(*one))
+    with pytest.raises(ValueError, match="token 60 is absent and 'b'"):
+        drafters.draft_lm(named("a"), named("a", "b"))
+    with pytest.raises(ValueError, match=r"token 59 is 'a' and '\[PAD59\]'"):
+        drafters.draft_lm(named("a"), named("[PAD59]", "[PAD60]"))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
