@@ -30,16 +30,19 @@ FORMAT = 3
 
 
 def entry_of(path: pathlib.Path, dtype: jnp.dtype) -> pathlib.Path:
-    """The cache entry of a file in its present state."""
+    """The cache entry of a file in its present state: `stem-KEY-STATE`.
+
+    KEY stands for the path and the type, STATE for the file's content and `FORMAT`.
+    """
     stat = path.stat()
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-    identity = (str(path.resolve()), state, dtype.name, FORMAT)
-    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    return download.cache_dir() / "converted" / f"{path.stem}-{key}"
+    parts = (str(path.resolve()), dtype.name), (state, FORMAT)
+    key, state = (hashlib.sha256(repr(part).encode()).hexdigest()[:16] for part in parts)
+    return download.cache_dir() / "converted" / f"{path.stem}-{key}-{state}"
 
 
 def write(entry: pathlib.Path, target: Target) -> None:
-    """Keeps a target; where that is not possible, says so in the log.
+    """Keeps a target instead of the file's earlier states; if it cannot, says so in the log.
 
     Written aside and renamed: a process that dies half-way leaves no entry.
     """
@@ -55,6 +58,11 @@ def write(entry: pathlib.Path, target: Target) -> None:
             (partial / "target.json").write_text(json.dumps(described), encoding="utf-8")
             target.tokenizer.save_pretrained(partial / "tokenizer")
             partial.rename(entry)
+        key, _ = entry.name.rsplit("-", 1)
+        for other in entry.parent.iterdir():
+            if other.name.rsplit("-", 1)[0] == key and other != entry:
+                # A process that is reading it keeps what it has open, or makes it anew.
+                shutil.rmtree(other, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         if not entry.is_dir():  # else another process was faster, with the same content
             logging.getLogger(__name__).warning("the converted weights are not kept: %s", error)
@@ -86,5 +94,8 @@ def read(entry: pathlib.Path, name: str) -> Target | None:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         log = logging.getLogger(__name__)
         log.warning("the converted weights %s are damaged and made anew: %s", entry, error)
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)  # another process may have removed it just now
         return None
