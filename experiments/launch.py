@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging as python_logging
 import os
 import pathlib
 import platform
@@ -70,8 +71,11 @@ def require(**values: Any) -> None:
 
 
 def load_target(source: str) -> Target:
-    """The target, with progress bars."""
+    """The target, with progress bars; on a terminal, what its weights need is told first."""
+    log = python_logging.getLogger("specjax.checkpoints.memory")
     with progress() as report:
+        log.handlers, log.propagate = [python_logging.StreamHandler()], False  # without a prefix
+        log.setLevel("INFO" if report else "WARNING")
         return specjax.load_target(source, progress=report)
 
 

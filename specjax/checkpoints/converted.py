@@ -20,7 +20,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from specjax.checkpoints import convert, download, huggingface
+from specjax.checkpoints import convert, download, huggingface, memory
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
@@ -68,7 +68,7 @@ def write(entry: pathlib.Path, target: Target) -> None:
             logging.getLogger(__name__).warning("the converted weights are not kept: %s", error)
 
 
-def read(entry: pathlib.Path, name: str) -> Target | None:
+def read(entry: pathlib.Path, name: str, dtype: jnp.dtype) -> Target | None:
     """The target that an entry keeps; None, and no entry any more, where it is absent or damaged."""
     if not entry.exists():
         return None
@@ -76,13 +76,15 @@ def read(entry: pathlib.Path, name: str) -> Target | None:
         described = huggingface.read_json(entry / "target.json")
         fields = described["config"]
         listed = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        config = ModelConfig(**fields | listed)
+        memory.tell(name, config, dtype)
         flat = {
             tuple(int(key) if key.isdigit() else key for key in path.split("/")): array
             for path, array in load_file(entry / "params.safetensors").items()
         }
         target = Target(
             name,
-            ModelConfig(**fields | listed),
+            config,
             jax.tree.map(jnp.asarray, convert.nest(flat)),
             tokenizer=tokenizers.tokenizer_from_folder(entry / "tokenizer"),
             stop_tokens=tuple(described["stop_tokens"]),

@@ -9,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoints import convert, converted, download, gguf, huggingface
+from specjax.checkpoints import convert, converted, download, gguf, huggingface, memory
 from specjax.models import config as model_config
 from specjax.models import tokenizer as tokenizers
 from specjax.models.target import Target
@@ -23,6 +23,9 @@ def load_target(
     progress: Progress | None = None,
 ) -> Target:
     """Loads a target.
+
+    What its weights need is logged before they are read (logger `specjax.checkpoints.memory`): at
+    level INFO, and as a warning where that is more than is free.
 
     Args:
       source: a Hugging Face folder (`config.json`, safetensors, tokenizer), a GGUF file, a hub id
@@ -72,6 +75,7 @@ def _load_folder(folder: pathlib.Path, dtype: jnp.dtype, progress: Progress | No
         raise FileNotFoundError(f"{folder} is no model folder: no config.json; it holds {found}")
     raw = huggingface.read_json(folder / "config.json")
     config = model_config.config_from_hf(raw)
+    memory.tell(folder.name, config, dtype)
     offset = 1.0 if raw["model_type"] == "gemma3_text" else 0.0
     params = convert.convert(
         config, huggingface.folder_tensors(folder), dtype, progress, norm_offset=offset
@@ -87,7 +91,7 @@ def _load_folder(folder: pathlib.Path, dtype: jnp.dtype, progress: Progress | No
 
 def _load_gguf(path: pathlib.Path, dtype: jnp.dtype, progress: Progress | None) -> Target:
     entry = converted.entry_of(path, dtype)
-    kept = converted.read(entry, path.name)
+    kept = converted.read(entry, path.name, dtype)
     if kept:
         return kept
     metadata, tensors = gguf.read_gguf(path)
@@ -100,6 +104,7 @@ def _load_gguf(path: pathlib.Path, dtype: jnp.dtype, progress: Progress | None) 
         tied="lm_head.weight" not in tensors,
         rope_factors=tuple(factors.read().tolist()) if factors else (),
     )
+    memory.tell(path.name, config, dtype)
     target = Target(
         path.name,
         config,

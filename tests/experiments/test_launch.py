@@ -1,0 +1,40 @@
+"""What the programs say while a target is loaded."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+from tests.checkpoints.test_load import GOLDEN
+
+LOAD = """
+from experiments import launch
+from specjax.checkpoints import memory
+memory.free = lambda: {free}
+launch.load_target({target!r})
+"""
+
+
+def stderr_of(free, terminal=False):
+    """Of loading a tiny target in a process whose stderr is a terminal or a pipe."""
+    code = LOAD.format(free=free, target=str(GOLDEN / "llama_tied"))
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    subprocess.run([sys.executable, "-c", code], stderr=writer, check=True)
+    told = os.read(reader, 10_000)
+    os.close(reader)
+    os.close(writer)
+    return told.decode()
+
+
+def test_what_weights_need_is_told_on_a_terminal():
+    told = stderr_of(2**30, terminal=True)
+    assert "target llama_tied: 0.00 G parameters, 0.00 GiB in float32" in told
+    assert "they do not fit" not in told
+
+
+def test_weights_that_do_not_fit_are_told_anywhere():
+    told = stderr_of(0)
+    assert told.startswith("target llama_tied: 0.00 G parameters") and told.count("\n") == 1
+    assert "they do not fit; load_target(…, dtype='bfloat16') halves them" in told
