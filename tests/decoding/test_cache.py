@@ -21,7 +21,7 @@ from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.target import random_target
 from specjax.models.transformer import Transformer, causal_mask
-from specjax.verification import greedy
+from specjax.verification import RULES, greedy
 from tests.fakes import PROMPTS, oracle, reference_text
 
 SIZE, BUDGET = 96, 40
@@ -114,7 +114,7 @@ def test_cache_equals_a_fresh_prefill_after_every_cycle(tiny, texts):
     assert cycle >= 10
 
 
-def temporaries(kind, max_len, batch=2):
+def temporaries(kind, max_len, sampled, batch=2):
     """Bytes of temporary memory of a compiled loop, and of its attention scores in one layer."""
     config = ModelConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
@@ -133,15 +133,20 @@ def temporaries(kind, max_len, batch=2):
     state = drafter.init_state(max_len) if drafter else ()
     cache, state = decoding._broadcast((empty, state), batch)
     zero, stops = jnp.int32(0), jnp.zeros(0, jnp.int32)
+    rule, sampling, keys = greedy, None, None
+    if sampled:
+        sampling = decoding._sampling(batch, 0.8, 20, 0.9, 0.01)
+        rule, keys = RULES["token"], decoding._request_keys(jax.random.key(0), batch)
     if kind == "plain":
         lowered = plain_loop.lower(
-            target.graphdef, target.params, PlainState(rows, cache, zero), None, None, stops, zero
-        )
+            target.graphdef, target.params, PlainState(rows, cache, zero), sampling, keys, stops,
+            zero,
+        )  # fmt: skip
     elif kind != "prefill":
         carry = SpeculativeState(rows, cache, state, Counts.zeros(batch, 64), zero)
         lowered = speculative_loop.lower(
-            target.graphdef, target.params, drafter, params, greedy, carry, None, None, stops, zero,
-            widths=(1, 5),
+            target.graphdef, target.params, drafter, params, rule, carry, sampling, keys, stops,
+            zero, widths=(1, 5),
         )  # fmt: skip
     else:
         lowered = prefill_chunk.lower(
@@ -151,17 +156,24 @@ def temporaries(kind, max_len, batch=2):
     return memory.temp_size_in_bytes, 4 * batch * config.num_heads * width * max_len
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram", "draft_lm", "early_exit", "prefill"])
-def test_no_cache_is_ever_copied(kind):
-    small, small_scores = temporaries(kind, 512)
-    large, large_scores = temporaries(kind, 4096)
+LOOPS = ("plain", "ngram", "draft_lm", "early_exit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampled"),
+    [("prefill", False), *((kind, sampled) for kind in LOOPS for sampled in (False, True))],
+)
+def test_no_cache_is_ever_copied(kind, sampled):
+    small, small_scores = temporaries(kind, 512, sampled)
+    large, large_scores = temporaries(kind, 4096, sampled)
     one_array = 4 * 2 * 2 * 128 * (4096 - 512)  # what one copied K or V of one layer would add
     allowed = 3 * (large_scores - small_scores) + 2**17  # scores, their exponentials, token slots
     assert large - small <= allowed < one_array
 
 
-def test_programs_are_reused(tiny, monkeypatch):
-    """One trace per (bucket, batch, drafter, widths), whatever the prompts and budgets."""
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_programs_are_reused(tiny, monkeypatch, temperature):
+    """One trace per (bucket, batch, drafter, widths), whatever prompts, budgets, temperature, key."""
     traces = []
     call = Transformer.__call__
 
@@ -171,15 +183,19 @@ def test_programs_are_reused(tiny, monkeypatch):
 
     monkeypatch.setattr(Transformer, "__call__", counted)
     jax.clear_caches()
-    specjax.decode(tiny, NGram(3), PROMPTS[:2], max_new_tokens=20)
+    options = {"temperature": temperature, "key": jax.random.key(0)}
+    others = {"temperature": 2 * temperature, "key": jax.random.key(1)}
+    specjax.decode(tiny, NGram(3), PROMPTS[:2], max_new_tokens=20, **options)
     # A prefill chunk, and one pass for each of the two widths.
     assert sorted(traces) == [(1,), (4,), (32,)]
     del traces[:]
     for prompts, budget in ((PROMPTS[1:3], 9), (PROMPTS[3:], 60), ([[1], [2]], [1, 2])):
         for stops in ([], [7], [7, 8, 9]):
-            specjax.decode(tiny, NGram(3), prompts, max_new_tokens=budget, stop_tokens=stops)
+            specjax.decode(
+                tiny, NGram(3), prompts, max_new_tokens=budget, stop_tokens=stops, **others
+            )
     assert traces == []
-    specjax.decode(tiny, None, PROMPTS[:2], max_new_tokens=20)
+    specjax.decode(tiny, None, PROMPTS[:2], max_new_tokens=20, **options)
     assert sorted(traces) == [(1,), (32,)]
 
 
