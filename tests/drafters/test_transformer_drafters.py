@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -18,8 +19,10 @@ from specjax.drafters import NGram
 from specjax.models.cache import KVCache
 from specjax.models.target import Target, random_target
 from specjax.models.transformer import causal_mask
+from specjax.sampling import Sampling, log_probs, sample
 from tests.conftest import TINY
 from tests.fakes import PROMPTS, reference_text
+from tests.statistics import chi_square_limit, g_statistic
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 FAMILIES = ("llama_tied", "llama3_scaled", "qwen2", "qwen3", "gemma3")
@@ -134,13 +137,25 @@ def test_nothing_is_drafted_behind_a_token_that_is_not_finite(tiny, small, texts
     assert drafts_after(result, 0, at + 1) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_with_every_drafter(family):
+LONG = np.split(np.random.default_rng(0).integers(3, 67, 43), [1, 10])  # 1, 9 and 33 tokens
+SHORT = [row[-1:] for row in LONG]
+FAMILY_OPTIONS = {"max_new_tokens": 24, "stop_tokens": []}
+
+
+@functools.cache
+def family_and_texts(family):
+    """The golden model of a family, and its plain greedy texts after SHORT and LONG."""
     target = load_target(GOLDEN / family, dtype=jnp.float32)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 67, size).tolist() for size in (1, 9, 40)]
-    options = {"max_new_tokens": 24, "stop_tokens": []}
-    plain = specjax.decode(target, None, prompts, **options)
+    return target, [
+        specjax.decode(target, None, prompts, **FAMILY_OPTIONS).tokens for prompts in (SHORT, LONG)
+    ]
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_lm", "early_exit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_every_drafter(family, name):
+    """Long prompts with one K only: SHORT needs no prefill, and so one program less."""
+    target, (after_short, after_long) = family_and_texts(family)
     noise = np.random.default_rng(1)
     small = dataclasses.replace(
         target,
@@ -148,9 +163,15 @@ def test_every_family_with_every_drafter(family):
             lambda x: x + jnp.asarray(noise.normal(0, 0.05, x.shape), x.dtype), target.params
         ),
     )
-    for drafter in every_drafter(target, small, 3).values():
-        result = specjax.decode(target, drafter, prompts, **options)
-        assert [x.tolist() for x in result.tokens] == [x.tolist() for x in plain.tokens]
+    accepted, drafted = 0, 0
+    for k in (1, 2, 4, 8):
+        drafter = every_drafter(target, small, k)[name]
+        prompts, texts = (LONG, after_long) if k == 4 else (SHORT, after_short)
+        result = specjax.decode(target, drafter, prompts, **FAMILY_OPTIONS)
+        assert [x.tolist() for x in result.tokens] == [x.tolist() for x in texts]
+        accepted += np.concatenate(result.accepted).sum()
+        drafted += np.concatenate(result.drafted).sum()
+    assert 0 < accepted < drafted
 
 
 def test_rows_with_temperature_zero_beside_others(tiny, small, texts):
@@ -179,8 +200,6 @@ def test_a_sampled_row_does_not_depend_on_its_batch(tiny, small, name):
 
 def exact_pairs(target, prompt, temperature, top_k):
     """The law of the first two tokens, by passes without a cache."""
-    from specjax.sampling import Sampling, log_probs
-
     sampling = Sampling(jnp.float32(temperature), jnp.int32(top_k))
     model = nnx.merge(target.graphdef, target.params)
 
@@ -197,37 +216,43 @@ def exact_pairs(target, prompt, temperature, top_k):
     return np.exp(logs[0, 0])[:, None] * np.exp(logs[:, 1])
 
 
-def g_statistic(counts, expected):
-    """G = 2 Σ O ln(O / E) over cells pooled to expected counts of at least 5; and its degrees."""
-    order = np.argsort(expected)
-    small = np.cumsum(expected[order]) < 5
-    pooled = order[small]
-    keep = np.setdiff1d(np.arange(len(expected)), pooled)
-    observed = np.append(counts[keep], counts[pooled].sum())
-    wanted = np.append(expected[keep], expected[pooled].sum())
-    some = observed > 0
-    return 2 * (observed[some] * np.log(observed[some] / wanted[some])).sum(), len(keep)
-
-
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft_lm", "early_exit"])
-def test_joint_law_of_two_tokens_in_the_real_loop(tiny, small, name):
-    """4096 rows of one prompt: a wrong correction or bonus row shows in the pairs only."""
-    drafter = {"plain": None, **every_drafter(tiny, small, 2)}[name]
+def joint_law_statistic(target, drafter):
+    """G of the first two tokens of 3 × 4096 rows of one prompt, and its limit at 1 − 1e-6."""
     prompt, rows = PROMPTS[0], 4096
     counts = np.zeros((61, 61))
     for seed in range(3):
         result = specjax.decode(
-            tiny, drafter, [prompt] * rows, max_new_tokens=4, temperature=6.0, top_k=8,
+            target, drafter, [prompt] * rows, max_new_tokens=4, temperature=6.0, top_k=8,
             key=jax.random.key(seed), max_len=10,
         )  # fmt: skip
         for first, second, *_ in result.tokens:
             counts[first, second] += 1
-    expected = exact_pairs(tiny, prompt, 6.0, 8) * counts.sum()
+    expected = exact_pairs(target, prompt, 6.0, 8) * counts.sum()
     assert (counts[expected == 0] == 0).all()
     statistic, degrees = g_statistic(counts.ravel(), expected.ravel())
-    # The chi-square quantile at 1 − 1e-6 (Wilson-Hilferty).
-    limit = degrees * (1 - 2 / (9 * degrees) + 4.75 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert degrees > 20 and statistic < limit
+    assert degrees > 20
+    return statistic, chi_square_limit(degrees)
+
+
+@pytest.mark.parametrize("name", ["plain", "ngram", "draft_lm", "early_exit"])
+def test_joint_law_of_two_tokens_in_the_real_loop(tiny, small, name):
+    """A wrong correction or bonus row shows in the pairs only."""
+    drafter = {"plain": None, **every_drafter(tiny, small, 2)}[name]
+    statistic, limit = joint_law_statistic(tiny, drafter)
+    assert statistic < limit
+
+
+@pytest.mark.parametrize("name", ["draft_lm", "early_exit"])
+def test_a_drafter_that_draws_from_another_law_than_it_reports_is_caught(
+    tiny, small, name, monkeypatch
+):
+    def colder(log_q, gumbel):
+        return sample(3 * log_q, gumbel)
+
+    monkeypatch.setattr("specjax.drafters.chain.sample", colder)
+    drafter = every_drafter(tiny, small, 3)[name]  # a K of its own: nothing is compiled yet
+    statistic, limit = joint_law_statistic(tiny, drafter)
+    assert statistic > limit
 
 
 def test_vocabularies_must_be_the_same(tiny):
