@@ -1,7 +1,9 @@
-"""The whole on a real model: SmolLM2-135M-Instruct in float32, greedy, prompt lookup."""
+"""The whole on a real model: SmolLM2-135M-Instruct in float32, with every drafter."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -11,13 +13,14 @@ import pytest
 from flax import nnx
 
 import specjax
-from specjax import StopReason
+from specjax import StopReason, drafters
 from specjax.checkpoints import download
 from specjax.drafters import NGram
 from specjax.models.cache import KVCache
 from specjax.models.tokenizer import encode_prompt
 from specjax.models.transformer import causal_mask
 from tests.fakes import Oracle
+from tests.statistics import chi_square_limit, two_sample_g_statistic
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +61,55 @@ def test_ngram_text_is_plain_text(smollm2, k):
     # The answers end in different ways, and the drafts are worth something.
     assert {StopReason.EOS, StopReason.LENGTH} == set(ragged.stop_reason)
     assert ragged.tau > 1.1
+
+
+@pytest.fixture(scope="module")
+def noisy(smollm2):
+    """A drafting model: the target with some noise on its weights, so that it is often right."""
+    rng = np.random.default_rng(0)
+
+    def spoilt(x):
+        noise = rng.standard_normal(x.shape, np.float32) if x.ndim > 1 else 0
+        return x + 0.1 * x.std() * noise
+
+    return dataclasses.replace(smollm2, params=jax.tree.map(spoilt, smollm2.params), name="noisy")
+
+
+@pytest.mark.parametrize("name", ["early_exit", "draft_lm"])
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_text_with_a_drafting_model_is_plain_text(smollm2, noisy, name, k):
+    drafter = {
+        "early_exit": drafters.early_exit(smollm2, 20, k),
+        "draft_lm": drafters.draft_lm(noisy, smollm2, k),
+    }[name]
+    result = specjax.decode(smollm2, drafter, PROMPTS, max_new_tokens=48, max_len=256)
+    for tokens, alone in zip(result.tokens, plain(smollm2), strict=True):
+        assert tokens.tolist() == alone.tokens[0][:48].tolist()
+    assert 0.1 < result.alpha[0] < 1
+
+
+def pairs(target, drafter, rows=512, calls=2):
+    """Counts of the first two sampled tokens, each of 8, after a prompt of one token."""
+    prompt = target.tokenizer.encode("I")[:1]
+    counts = collections.Counter()
+    for seed in range(calls):
+        key = jax.random.key(seed + (0 if drafter else calls))
+        result = specjax.decode(
+            target, drafter, [prompt] * rows, max_new_tokens=2, max_len=32, temperature=1.0,
+            top_k=8, key=key, stop_tokens=[],
+        )  # fmt: skip
+        counts.update(tuple(tokens.tolist()) for tokens in result.tokens)
+    return counts
+
+
+def test_joint_law_of_two_tokens_is_plain_samplings(smollm2, noisy):
+    """Two samples of 1024 pairs: drafts are accepted and rejected, bonus and correction drawn."""
+    samples = [pairs(smollm2, d) for d in (None, drafters.draft_lm(noisy, smollm2, 1))]
+    cells = set().union(*samples)
+    assert len(cells) <= 64
+    counts = (np.array([sample[cell] for cell in cells]) for sample in samples)
+    statistic, degrees = two_sample_g_statistic(*counts)
+    assert degrees > 20 and statistic < chi_square_limit(degrees)
 
 
 def test_eos_inside_a_draft_at_the_bonus_and_at_the_limit(smollm2):
