@@ -20,12 +20,11 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-import specjax
 from experiments import launch
 from specjax.evaluation.benchmark import Breakdown, Simulated, breakdown
 from specjax.models.shapes import SHAPES
 from specjax.models.target import random_target
-from specjax.types import drafter_and_params
+from specjax.types import Rule, drafter_and_params
 from specjax.verification import RULES, greedy
 
 _TARGET = launch.define_target()
@@ -34,12 +33,13 @@ _RANDOM_INIT = flags.DEFINE_enum(
 )
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
 _NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
+_TREE = launch.define_tree()
 _SIMULATED_ALPHA = flags.DEFINE_float(
     "simulated_alpha", None, "Accept each draft with this probability.",
     lower_bound=0.0, upper_bound=1.0,
 )  # fmt: skip
 _SAMPLING = launch.define_sampling()
-_RULE = flags.DEFINE_enum("rule", "token", list(RULES), "Rule above temperature 0.")
+_RULE = launch.define_rule()
 _BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
 _MAX_LEN = flags.DEFINE_integer("max_len", 512, "Rows of the KV cache.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 16, "Steps or cycles a timed run.", lower_bound=1)
@@ -58,7 +58,7 @@ def main() -> None:
         target = random_target(SHAPES[_RANDOM_INIT.value], dtype=dtype)
     else:
         target = launch.load_target(_TARGET.value)
-    loaded = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
+    loaded = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
     if loaded is None:
         raise ValueError("--drafter=none: plain decoding is timed beside every drafter anyway")
     drafter, params = drafter_and_params(loaded)
@@ -66,7 +66,7 @@ def main() -> None:
     sampling = {name: flag.value for name, flag in _SAMPLING.items()}
     rule = RULES[_RULE.value] if sampling["temperature"] else greedy
     if alpha is not None:
-        rule = Simulated(alpha)
+        rule = Rule(Simulated(alpha))
     trace = jax.profiler.trace(_PROFILE.value) if _PROFILE.value else contextlib.nullcontext()
     with trace:
         result = breakdown(

@@ -19,7 +19,6 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-import specjax
 from experiments import launch
 from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.drafters.draft_lm import DraftLM
@@ -37,6 +36,8 @@ _DRAFTERS = flags.DEFINE_multi_string(
 _PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
 _NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
+_TREE = launch.define_tree()
+_RULE = launch.define_rule()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _SAMPLING = launch.define_sampling()
 _BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
@@ -53,7 +54,7 @@ def main() -> None:
     files = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
     target = launch.load_target(_TARGET.value)
     drafters = {
-        spec: specjax.load_drafter(spec, target, _NUM_DRAFT_TOKENS.value)
+        spec: launch.load_drafter(spec, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
         for spec in _DRAFTERS.value
     }
     if None in drafters.values():
@@ -67,7 +68,7 @@ def main() -> None:
             with launch.progress() as report:
                 results = evaluate(
                     target, drafters, prompts, batch=_BATCH.value, peer=peer, progress=report,
-                    max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value,
+                    max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value, rule=_RULE.value,
                     **launch.sampling_options(_SAMPLING),
                 )  # fmt: skip
             for name, result in results.items():
@@ -78,6 +79,8 @@ def main() -> None:
         "dtype": target.dtype.name,
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "batch": _BATCH.value,
+        "rule": _RULE.value,
+        "tree": _TREE.value,
         **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),
     }
@@ -127,6 +130,7 @@ def figures(path: str, num_prompts: int, name: str, result: Evaluation) -> dict[
         "drafter": name,
         "num_draft_tokens": result.num_draft_tokens,
         "tau": result.tau,
+        "tau_interval": result.tau_interval,
         "alpha": launch.listed(result.alpha),
         "survival": launch.listed(result.survival),
         "plain_tokens_per_second": result.plain_tokens_per_second,
@@ -165,7 +169,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['prompts']} ({row['num_prompts']})",
             row["drafter"],
             str(row["num_draft_tokens"]),
-            f"{row['tau']:.2f}",
+            "{:.2f} ({:.2f}–{:.2f})".format(row["tau"], *row["tau_interval"]),
             short(row["alpha"]),
             short(row["survival"]),
             f"{row['plain_tokens_per_second']:.1f}",

@@ -30,6 +30,8 @@ _CHAT = flags.DEFINE_bool(
     "chat", None, "Render prompts through the chat template. Default: where the target has one."
 )
 _NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
+_TREE = launch.define_tree()
+_RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _MAX_LEN = flags.DEFINE_integer(
@@ -50,7 +52,7 @@ def main() -> None:
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     launch.check_writable(_JSON.value)
     target = launch.load_target(_TARGET.value)
-    drafter = specjax.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value)
+    drafter = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
     answers = []
     for index, prompt in enumerate(_PROMPTS.value):
         with launch.progress() as report:
@@ -71,6 +73,7 @@ def answer(
         "max_new_tokens": _MAX_NEW_TOKENS.value,
         "max_len": _MAX_LEN.value,
         "chat": _CHAT.value,
+        "rule": _RULE.value,
         **launch.sampling_options(_SAMPLING),
     }
     options["key"] = jax.random.fold_in(options["key"], index)

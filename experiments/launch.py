@@ -19,7 +19,9 @@ from absl import app, flags, logging
 import specjax
 from specjax.checkpoints import download
 from specjax.models.target import Target
-from specjax.types import Progress
+from specjax.trees import Tree
+from specjax.types import Drafter, LoadedDrafter, Progress
+from specjax.verification import RULES
 
 MAIN = sys.argv[0]  # flags of this module are listed by --help like the program's own
 
@@ -40,6 +42,30 @@ def define_num_draft_tokens() -> flags.FlagHolder:
     """`--num_draft_tokens`."""
     text = "K, drafted tokens a cycle. Default: the drafter's usual one."
     return flags.DEFINE_integer("num_draft_tokens", None, text, module_name=MAIN)
+
+
+def define_tree() -> flags.FlagHolder:
+    """`--tree`."""
+    text = "Draft a tree: children of each node on level 1, 2, …, like 4,2,1. Default: a chain."
+    return flags.DEFINE_list("tree", [], text, module_name=MAIN)
+
+
+def define_rule() -> flags.FlagHolder:
+    """`--rule`."""
+    text = "Verification rule above temperature 0."
+    return flags.DEFINE_enum("rule", "token", list(RULES), text, module_name=MAIN)
+
+
+def load_drafter(
+    spec: str, target: Target, num_draft_tokens: int | None, widths: list[str]
+) -> Drafter | LoadedDrafter | None:
+    """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name."""
+    if widths and num_draft_tokens is not None:
+        raise ValueError("give either --num_draft_tokens or --tree")
+    if not all(width.strip().isdigit() for width in widths):
+        raise ValueError(f"--tree takes numbers of children like 4,2,1, got {','.join(widths)!r}")
+    tree = Tree.of_widths([int(width) for width in widths]) if widths else None
+    return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
 
 
 def define_sampling() -> dict[str, flags.FlagHolder]:

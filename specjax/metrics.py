@@ -13,6 +13,8 @@ padding (a row that had ended) and count nowhere. All figures are pooled over wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -25,6 +27,23 @@ def tau(committed: np.ndarray) -> float:
     """τ: tokens committed per cycle. Plain decoding has τ = 1; NaN where there was no cycle."""
     passes = target_passes(committed)
     return float(np.sum(committed)) / passes if passes else float("nan")
+
+
+def tau_interval(
+    rows: Sequence[np.ndarray], *, level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Bootstrap interval of τ over prompts: cycles of one prompt are not independent.
+
+    Args:
+      rows: `committed` of each prompt.
+      level: share of the draws that lies inside.
+      draws, seed: of prompts, with replacement.
+    """
+    sums = np.array([[np.sum(row), target_passes(row)] for row in rows], np.float64)
+    picked = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
+    committed, passes = sums[picked].sum(1).T
+    low, high = np.quantile(committed / passes, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def survival(accepted: np.ndarray, committed: np.ndarray, num_draft_tokens: int) -> np.ndarray:

@@ -38,10 +38,12 @@ class Noise:
       key: the request key, `fold_in(key of the call, index of the prompt)`; a typed threefry key
         (`rbg` keys give other numbers under vmap).
       position: `[]` int32, of the anchor.
+      coupled: draft with the token noise of the drafted positions, as plain sampling would.
     """
 
     key: jax.Array
     position: jax.Array
+    coupled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def cycle_key(self, role: Role, slot: jax.typing.ArrayLike = 0) -> jax.Array:
         """A key for this cycle only."""
@@ -53,9 +55,13 @@ class Noise:
         key = jax.random.fold_in(jax.random.fold_in(self.key, TOKEN), position)
         return jax.random.gumbel(key, (vocab_size,), mode="high")
 
-    def draft_gumbel(self, slot: jax.typing.ArrayLike, vocab_size: int) -> jax.Array:
-        """`[V]` Gumbel noise to draw the drafted token of a slot (0…K − 1) with."""
-        key = self.cycle_key(Role.DRAFT, slot)
+    def draft_gumbel(
+        self, node: jax.typing.ArrayLike, depth: jax.typing.ArrayLike, vocab_size: int
+    ) -> jax.Array:
+        """`[V]` Gumbel noise to draw what follows a node (0 is the anchor) at some depth with."""
+        if self.coupled:
+            return self.token_gumbel(self.position + 1 + depth, vocab_size)
+        key = self.cycle_key(Role.DRAFT, node)
         return jax.random.gumbel(key, (vocab_size,), mode="high")
 
     def uniforms(self, role: Role, count: int) -> jax.Array:

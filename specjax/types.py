@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specjax import metrics
+from specjax import metrics, trees
 from specjax.noise import Noise
 from specjax.sampling import Sampling
+from specjax.trees import Tree
 
 PyTree = Any
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -37,18 +39,74 @@ class StopReason(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A drafted continuation of the anchor, with the law it was drawn from.
+    """A drafted continuation of the anchor, with the law it was drawn from: a chain or a tree.
+
+    A chain has no topology. A tree's shape is a `Tree`; or, where the shape depends on what was
+    drafted, the number of its levels with traced `parents`. See `specjax.trees` for its numbering.
 
     Attributes:
-      tokens: `[K]` int32; slots at or after `num_valid` may hold anything.
-      log_q: `[K, V]` float32 log-probabilities that the tokens were drawn from, or None where the
-        draft is deterministic (a point mass on each token).
+      tokens: `[K]` int32, `[N]` for a tree; those at or after `num_valid` may hold anything.
+      log_q: `[K, V]` float32 log-probabilities that each token was drawn from, or None where the
+        draft is deterministic (a point mass on each token). A row of a tree is the law given that
+        its elder siblings are not the token: sampling without replacement.
       num_valid: `[]` int32, 0…K; 0 means that the drafter has nothing to offer in this cycle.
+      topology: static; None for a chain.
+      parents: `[N]` int32, of a tree whose shape is traced.
     """
 
     tokens: jax.Array
     log_q: jax.Array | None
     num_valid: jax.Array
+    topology: Tree | int | None = dataclasses.field(default=None, metadata={"static": True})
+    parents: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[Any, int]:
+        """Parents `[N]` and the number of levels."""
+        if self.topology is None:
+            return np.arange(self.tokens.shape[0]), self.tokens.shape[0]
+        if isinstance(self.topology, Tree):
+            return np.asarray(self.topology.parents, np.int32), self.topology.depth
+        return self.parents, self.topology
+
+    @property
+    def tree(self) -> Tree | None:
+        """The static shape, a chain's too; None where it is traced."""
+        if self.topology is None:
+            return Tree(tuple(range(self.tokens.shape[0])))
+        return self.topology if isinstance(self.topology, Tree) else None
+
+    def mask(self) -> jax.Array:
+        """`[N + 1, N + 1]` bool: what each token of the block [anchor, draft] sees of it."""
+        return trees.reach(*self.shape)
+
+    def depths(self) -> jax.Array:
+        """`[N + 1]` int32: the depth of each node."""
+        if self.tree is None:
+            return self.mask().sum(-1, dtype=jnp.int32) - 1
+        return jnp.asarray(self.tree.depths, jnp.int32)
+
+    def path(self, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The nodes on the way to a node, `[levels + 1]`, and its depth, `[]`, both int32.
+
+        Entries behind the depth are nodes that do not matter.
+        """
+        if self.topology is None:
+            return jnp.arange(self.tokens.shape[0] + 1), node
+        return trees.path_to(*self.shape, node)
+
+    def first(self, count: int) -> Draft:
+        """The draft without all but its first `count` tokens."""
+        topology, parents = self.topology, self.parents
+        if isinstance(topology, Tree):
+            topology = topology.first(count)
+        return Draft(
+            self.tokens[:count],
+            None if self.log_q is None else self.log_q[:count],
+            jnp.minimum(self.num_valid, count),
+            topology,
+            None if parents is None else parents[:count],
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -75,12 +133,13 @@ class Verdict:
     """What a verification rule decided.
 
     Attributes:
-      accepted: `[]` int32, drafted tokens kept, 0…num_valid.
-      next_token: `[]` int32, the target's own: the correction of draft `accepted`, the bonus after a
-        whole draft, or the only token where nothing was drafted.
+      node: `[]` int32, where the accepted path ends: 0 the anchor, i drafted token i − 1. In a chain
+        it is the number of accepted tokens.
+      next_token: `[]` int32, the target's own: a correction, the bonus after a whole draft, or the
+        only token where nothing was drafted.
     """
 
-    accepted: jax.Array
+    node: jax.Array
     next_token: jax.Array
 
 
@@ -95,6 +154,7 @@ class Committed:
       next_tokens: `[T]` int32, the committed token after each row.
       start: `[]` int32, absolute position of row 0.
       count: `[]` int32, how many rows count, 0…T; the others may hold anything.
+      nodes: `[T]` int32, which token of the verified block [anchor, draft] each row was.
     """
 
     tokens: jax.Array
@@ -102,17 +162,20 @@ class Committed:
     next_tokens: jax.Array
     start: jax.Array
     count: jax.Array
+    nodes: jax.Array
 
 
 class Drafter(Protocol):
     """A drafter: pure functions of one sequence. Instances are hashable and hold no arrays.
 
     Attributes:
-      num_draft_tokens: K, drafted tokens a cycle.
+      num_draft_tokens: K, drafted tokens a cycle; N in a tree.
+      draft_depth: the most that can be accepted: K in a chain, the levels of a tree.
       taps: ids of the target blocks whose outputs `Committed.features` holds, in this order.
     """
 
     num_draft_tokens: int
+    draft_depth: int
     taps: tuple[int, ...]
 
     def init_state(self, max_len: int) -> PyTree:
@@ -133,7 +196,11 @@ class Drafter(Protocol):
         context: Context,
         noise: Noise | None,
     ) -> tuple[Draft, PyTree]:
-        """Drafts the tokens after the anchor. `noise` is None in the greedy mode."""
+        """Drafts the tokens after the anchor.
+
+        `noise` is None where the draft shall be deterministic: in the greedy mode, and for rules that
+        ask for it.
+        """
         ...
 
     def observe(
@@ -168,7 +235,7 @@ def drafter_and_params(
 
 
 class Verifier(Protocol):
-    """A verification rule: a pure function of one sequence's draft and target logits."""
+    """What a rule does: a pure function of one sequence's draft and target logits."""
 
     def __call__(
         self,
@@ -181,11 +248,36 @@ class Verifier(Protocol):
 
         Args:
           draft: the proposal.
-          target_logits: `[K + 1, V]` float32; row i follows the anchor and i drafted tokens.
+          target_logits: `[K + 1, V]` float32; row i follows node i: the anchor, or draft i − 1 and
+            all before it on its path.
           sampling: parameters of the sampling mode; None in the greedy mode.
           noise: the cycle's randomness; None in the greedy mode.
+
+        Raises:
+          ValueError: when the loop is built, for a draft that the rule cannot verify.
         """
         ...
+
+
+class Drafts(enum.Enum):
+    """How a rule wants its drafts to be chosen."""
+
+    SAMPLED = "sampled"  # drawn from q, siblings without replacement
+    DETERMINISTIC = "deterministic"  # the likeliest tokens
+    COUPLED = "coupled"  # the likeliest under the noise that plain sampling uses at their positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A verification rule.
+
+    Attributes:
+      verify: what it does.
+      drafts: what it is made for.
+    """
+
+    verify: Verifier
+    drafts: Drafts = Drafts.SAMPLED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,7 +289,8 @@ class DecodeResult:
       tokens: the new tokens, `[n]` int32, a stop token included.
       stop_reason: why each row ended.
       accepted, drafted, committed: `[cycles]` int32 per cycle, as `specjax.metrics` defines them.
-      num_draft_tokens: K; 0 for plain decoding.
+      num_draft_tokens, draft_depth: K and the levels of a draft, as in `Drafter`; 0 for plain
+        decoding.
       prefill_seconds, decode_seconds: wall time of the whole batch, compilation included if any.
       tokenizer: the target's; None where only token ids are used.
     """
@@ -209,6 +302,7 @@ class DecodeResult:
     drafted: list[np.ndarray]
     committed: list[np.ndarray]
     num_draft_tokens: int
+    draft_depth: int
     prefill_seconds: float
     decode_seconds: float
     tokenizer: Any = None
@@ -223,6 +317,7 @@ class DecodeResult:
         return cls(
             *map(rows, ("prompts", "tokens", "stop_reason", "accepted", "drafted", "committed")),
             results[0].num_draft_tokens,
+            results[0].draft_depth,
             sum(result.prefill_seconds for result in results),
             sum(result.decode_seconds for result in results),
             results[0].tokenizer,
@@ -235,15 +330,15 @@ class DecodeResult:
 
     @property
     def survival(self) -> np.ndarray:
-        """J_1…J_K, pooled over all rows."""
+        """J_1…J_K (K the levels of a tree), pooled over all rows."""
         counts = np.concatenate(self.accepted), np.concatenate(self.committed)
-        return metrics.survival(*counts, self.num_draft_tokens)
+        return metrics.survival(*counts, self.draft_depth)
 
     @property
     def alpha(self) -> np.ndarray:
-        """α_1…α_K, pooled over all rows."""
+        """α_1…α_K (K the levels of a tree), pooled over all rows."""
         counts = (np.concatenate(x) for x in (self.accepted, self.drafted, self.committed))
-        return metrics.alpha(*counts, self.num_draft_tokens)
+        return metrics.alpha(*counts, self.draft_depth)
 
     @property
     def target_passes(self) -> int:

@@ -49,3 +49,15 @@ def test_tau_is_one_plus_the_sum_of_survival(seed):
     accepted = rng.integers(0, drafted + 1)
     tau = metrics.tau(accepted + 1)
     assert tau == pytest.approx(1 + metrics.survival(accepted, accepted + 1, 5).sum())
+
+
+def test_the_interval_of_tau_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    inside = 0
+    for trial in range(200):
+        rates = rng.uniform(0.2, 0.9, 30)  # prompts differ
+        rows = [1 + rng.binomial(4, rate, 20) for rate in rates]
+        low, high = metrics.tau_interval(rows, draws=300, seed=trial)
+        inside += low <= 1 + 4 * 0.55 <= high
+    assert 175 <= inside <= 200  # 95 % of 200, and what a bootstrap of 30 misses
+    assert metrics.tau_interval([np.array([3, 3])] * 4) == (3.0, 3.0)

@@ -138,6 +138,6 @@ def test_noise_has_roles():
     # Token noise belongs to the token's position, whichever cycle asks.
     later = Noise(request, jnp.int32(6))
     assert noise.token_gumbel(jnp.int32(7), 9).tolist() == later.token_gumbel(7, 9).tolist()
-    assert noise.draft_gumbel(0, 9).tolist() != noise.token_gumbel(jnp.int32(5), 9).tolist()
+    assert noise.draft_gumbel(0, 0, 9).tolist() != noise.token_gumbel(jnp.int32(5), 9).tolist()
     other = Noise(jax.random.key(2), jnp.int32(4))
     assert bits(other.cycle_key(Role.DRAFT)) != bits(noise.cycle_key(Role.DRAFT))

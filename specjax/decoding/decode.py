@@ -25,6 +25,7 @@ from specjax.types import (
     LoadedDrafter,
     Progress,
     PyTree,
+    Rule,
     StopReason,
     drafter_and_params,
 )
@@ -48,7 +49,7 @@ def decode(
     key: jax.Array | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     max_len: int | None = None,
-    rule: str = "token",
+    rule: str | Rule = "token",
     stop_tokens: Sequence[int] | None = None,
     chat: bool | None = None,
     progress: Progress | None = None,
@@ -71,7 +72,8 @@ def decode(
       max_new_tokens: for all rows, or one for each.
       max_len: rows of the KV cache, the longest that prompt and output may become together. By
         default a bucket (a power of two) that holds the longest row.
-      rule: name of the verification rule of the sampling mode.
+      rule: the verification rule of the sampling mode: one of `specjax.verification.RULES` by name,
+        or your own.
       stop_tokens: ids that end a row; by default the target's.
       chat: render texts as a user's turn through the chat template; by default where there is one.
       progress: called with (what, done, total); costs a synchronisation now and then.
@@ -79,13 +81,13 @@ def decode(
     Raises:
       ValueError: an argument is out of its range; the message says what was given and expected.
     """
-    if rule not in RULES:
+    if not isinstance(rule, Rule) and rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(sorted(RULES))}")
     ids = encode_prompts(target, prompts, chat)
     budgets = _budgets(max_new_tokens, len(ids))
     sampling = _sampling(len(ids), temperature, top_k, top_p, min_p)
     keys = None if sampling is None else _request_keys(key, len(ids))
-    verify = greedy if sampling is None else RULES[rule]
+    rule = greedy if sampling is None else RULES.get(rule, rule)
     drafter, drafter_params = drafter_and_params(drafter)
     size = cache_size(target, ids, budgets, max_len)
     stops = _stop_ids(target, target.stop_tokens if stop_tokens is None else stop_tokens)
@@ -120,7 +122,7 @@ def decode(
 
         def run(state, until):
             return speculative_loop(
-                target.graphdef, target.params, drafter, drafter_params, verify, state,
+                target.graphdef, target.params, drafter, drafter_params, rule, state,
                 sampling, keys, stops, until, widths=(1, drafter.num_draft_tokens + 1),
             )  # fmt: skip
 
@@ -328,6 +330,7 @@ def _result(
         drafted=drafted,
         committed=committed,
         num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
+        draft_depth=drafter.draft_depth if drafter else 0,
         prefill_seconds=seconds[0],
         decode_seconds=seconds[1],
         tokenizer=target.tokenizer,

@@ -67,7 +67,8 @@ def prefill_chunk(
         cache = write_rows(cache, out.rows, start, count)
         if drafter:
             next_tokens = row.tokens.at[positions + 1].get(mode="clip")
-            chunk = Committed(tokens, out.features, next_tokens, start, count)
+            nodes = jnp.arange(size)
+            chunk = Committed(tokens, out.features, next_tokens, start, count, nodes)
             state = drafter.prefill(drafter_params, params, state, chunk)
         return dataclasses.replace(row, status=status), cache, state
 

@@ -23,10 +23,10 @@ from flax import nnx
 
 from specjax.decoding.rows import Row, append
 from specjax.models.cache import KVCache, write_rows
-from specjax.models.transformer import Output, Transformer, causal_mask
+from specjax.models.transformer import Output, Transformer
 from specjax.noise import Noise
 from specjax.sampling import Sampling
-from specjax.types import Committed, Context, Draft, Drafter, PyTree, Verdict, Verifier
+from specjax.types import Committed, Context, Draft, Drafter, Drafts, PyTree, Rule, Verdict
 
 
 @jax.tree_util.register_dataclass
@@ -60,22 +60,29 @@ def propose(
     drafter: Drafter,
     drafter_params: PyTree,
     params: PyTree,
+    rule: Rule,
     row: Row,
     cache: KVCache,
     state: PyTree,
     sampling: Sampling | None,
     noise: Noise | None,
 ) -> tuple[Draft, PyTree]:
-    """Drafts; no more tokens are valid than the row has room for beside the next one."""
+    """Drafts as the rule wants it, no deeper than the row has room for beside the next token."""
+    if sampling is None or rule.drafts is Drafts.DETERMINISTIC:
+        noise = None
+    elif rule.drafts is Drafts.COUPLED:
+        noise = dataclasses.replace(noise, coupled=True)
     context = Context(row.tokens, row.length, cache, sampling)
     draft, state = drafter.propose(drafter_params, params, state, context, noise)
     room = jnp.where(row.running, row.limit - row.length - 1, 0)
-    return dataclasses.replace(draft, num_valid=jnp.minimum(draft.num_valid, room)), state
+    fitting = jnp.sum(draft.depths() <= room, dtype=jnp.int32) - 1
+    fitting = jnp.clip(draft.num_valid, 0, jnp.maximum(fitting, 0))
+    return dataclasses.replace(draft, num_valid=fitting), state
 
 
 def verify(
     model: Transformer,
-    rule: Verifier,
+    rule: Rule,
     taps: tuple[int, ...],
     width: int,
     row: Row,
@@ -93,19 +100,17 @@ def verify(
       The pass's output, the verdict, and whether the logits it stands on are finite.
     """
     num_draft_tokens = draft.tokens.shape[0]
-    log_q = None if draft.log_q is None else draft.log_q[: width - 1]
-    draft = dataclasses.replace(draft, tokens=draft.tokens[: width - 1], log_q=log_q)
+    draft = draft.first(width - 1)
     block = jnp.append(row.anchor, draft.tokens)
-    slots = jnp.arange(width)
     start = row.length - 1
-    out = model(block, start + slots, cache, start, causal_mask(width), taps)
+    out = model(block, start + draft.depths(), cache, start, draft.mask(), taps)
     logits = model.head(out.hidden)
-    verdict = rule(draft, logits, sampling, noise)
+    verdict = rule.verify(draft, logits, sampling, noise)
     # Nothing behind logits that are not finite holds, though an infinite one has an argmax.
-    sound = jnp.cumprod(jnp.isfinite(logits.max(-1)).astype(jnp.int32)).sum()
-    finite = sound > verdict.accepted
-    verdict = dataclasses.replace(verdict, accepted=jnp.minimum(verdict.accepted, sound))
-    return out.padded_to(num_draft_tokens + 1), verdict, finite
+    nodes, accepted = draft.path(verdict.node)
+    sound = jnp.cumprod(jnp.isfinite(logits.max(-1))[nodes].astype(jnp.int32)).sum()
+    verdict = dataclasses.replace(verdict, node=nodes[jnp.minimum(accepted, sound)])
+    return out.padded_to(num_draft_tokens + 1), verdict, sound > accepted
 
 
 def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
@@ -126,26 +131,29 @@ def commit(
     verdict: Verdict,
     finite: jax.Array,
 ) -> tuple[Row, KVCache, PyTree, Counts]:
-    """Appends the accepted tokens and the next one, and writes the rows they stand on.
+    """Appends the accepted path and the next token, and writes the rows they stand on.
 
     Where the logits are not finite, the accepted tokens are appended without a next one.
 
     Returns:
       Row, cache, drafter state, and the counts of this cycle.
     """
-    width = draft.tokens.shape[0] + 1
-    padded = jnp.append(draft.tokens, 0)
-    new_tokens = jnp.where(jnp.arange(width) < verdict.accepted, padded, verdict.next_token)
-    block = jnp.append(row.anchor, draft.tokens)
+    nodes, accepted = draft.path(verdict.node)
+    rows, features = out.rows, out.features
+    if draft.topology is not None:
+        rows, features = jax.tree.map(lambda x: x[:, nodes], rows), features[nodes]
+    block = jnp.append(row.anchor, draft.tokens)[nodes]
+    new_tokens = jnp.roll(block, -1)
+    new_tokens = jnp.where(jnp.arange(len(block)) < accepted, new_tokens, verdict.next_token)
     start = row.length - 1
-    row, committed = append(row, new_tokens, verdict.accepted + finite, finite, stop_tokens)
-    cache = write_rows(cache, out.rows, start, committed)
-    moved = Committed(block, out.features, new_tokens, start, committed)
+    row, committed = append(row, new_tokens, accepted + finite, finite, stop_tokens)
+    cache = write_rows(cache, rows, start, committed)
+    moved = Committed(block, features, new_tokens, start, committed, nodes)
     state = drafter.observe(drafter_params, params, state, moved)
     # Where a stop token (or NaN) cut the cycle short, only the drafts up to it were in play.
-    cut = committed <= verdict.accepted
-    accepted = jnp.minimum(verdict.accepted, committed)
-    drafted = jnp.where(cut, accepted, draft.num_valid)
+    cut = committed <= accepted
+    accepted = jnp.minimum(accepted, committed)
+    drafted = jnp.where(cut, accepted, draft.depths()[draft.num_valid])
     counts = jax.tree.map(lambda x: x.astype(jnp.int32), Counts(accepted, drafted, committed))
     return row, cache, state, counts
 
@@ -158,7 +166,7 @@ def speculative_loop(
     params: PyTree,
     drafter: Drafter,
     drafter_params: PyTree,
-    rule: Verifier,
+    rule: Rule,
     state: SpeculativeState,
     sampling: Sampling | None,
     keys: jax.Array | None,
@@ -180,7 +188,7 @@ def speculative_loop(
         rows, cache = state.rows, state.cache
         noise = None if keys is None else Noise(keys, rows.length - 1)
         draft, drafter_state = jax.vmap(
-            functools.partial(propose, drafter, drafter_params, params)
+            functools.partial(propose, drafter, drafter_params, params, rule)
         )(rows, cache, state.drafter_state, sampling, noise)
         passes = [
             jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))

@@ -7,30 +7,33 @@ from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import NGram
 from specjax.models.target import Target
+from specjax.trees import Tree
 from specjax.types import Drafter, LoadedDrafter
 
 __all__ = ["NGram", "draft_lm", "early_exit", "load_drafter"]
 
 
-def _ngram(argument: str, target: Target, num_draft_tokens: int) -> Drafter:
+def _ngram(argument: str, target: Target, tree: Tree) -> Drafter:
     if argument and not argument.isdigit():
         raise ValueError(f"ngram:N takes its shortest match, a number, got {argument!r}")
-    return NGram(num_draft_tokens, min_ngram=int(argument or 1))
+    if tree != Tree.chain(tree.depth):
+        raise ValueError("ngram drafts a chain, no tree")
+    return NGram(tree.depth, min_ngram=int(argument or 1))
 
 
-def _early_exit(argument: str, target: Target, num_draft_tokens: int) -> LoadedDrafter:
+def _early_exit(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
     if argument and not argument.isdigit():
         raise ValueError(f"early_exit:N takes a number of layers, got {argument!r}")
-    return early_exit(target, int(argument) if argument else None, num_draft_tokens)
+    return early_exit(target, int(argument) if argument else None, tree=tree)
 
 
-def _draft_lm(argument: str, target: Target, num_draft_tokens: int) -> LoadedDrafter:
+def _draft_lm(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
     if not argument:
         raise ValueError("draft_lm needs a model: draft_lm:FOLDER, draft_lm:FILE.gguf or a hub id")
-    return draft_lm(load_target(argument, dtype=target.dtype), target, num_draft_tokens)
+    return draft_lm(load_target(argument, dtype=target.dtype), target, tree=tree)
 
 
-# name → its builder from (what follows "name:", the target, K), and its usual K.
+# name → its builder from (what follows "name:", the target, what to draft), and its usual K.
 REGISTRY: dict[str, tuple[Callable[..., Drafter | LoadedDrafter], int]] = {
     "ngram": (_ngram, 8),
     "early_exit": (_early_exit, 4),
@@ -39,7 +42,11 @@ REGISTRY: dict[str, tuple[Callable[..., Drafter | LoadedDrafter], int]] = {
 
 
 def load_drafter(
-    spec: str, target: Target, num_draft_tokens: int | None = None
+    spec: str,
+    target: Target,
+    num_draft_tokens: int | None = None,
+    *,
+    tree: Tree | None = None,
 ) -> Drafter | LoadedDrafter | None:
     """The drafter that a text names.
 
@@ -47,7 +54,8 @@ def load_drafter(
       spec: `none`, `ngram` or `ngram:SHORTEST_MATCH`, `early_exit` or `early_exit:LAYERS`,
         `draft_lm:MODEL`.
       target: what it drafts for.
-      num_draft_tokens: K; by default the drafter's usual one.
+      num_draft_tokens: K of a chain; by default the drafter's usual one.
+      tree: drafted instead of a chain.
 
     Raises:
       ValueError: there is no such drafter (the message lists those there are), or it does not fit.
@@ -58,4 +66,6 @@ def load_drafter(
     if name not in REGISTRY:
         raise ValueError(f"unknown drafter {spec!r}; known: none, {', '.join(REGISTRY)}")
     build, usual = REGISTRY[name]
-    return build(argument, target, usual if num_draft_tokens is None else num_draft_tokens)
+    if tree is None:
+        tree = Tree.chain(usual if num_draft_tokens is None else num_draft_tokens)
+    return build(argument, target, tree)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.drafters.chain import draft_chain
+from specjax.drafters import autoregressive
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
 from specjax.models.transformer import Scratch, causal_mask
 from specjax.noise import Noise
+from specjax.trees import Tree
 from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
 
 
@@ -35,7 +36,7 @@ class DraftLMState:
 class DraftLM:
     """Drafts with a model of the target's vocabulary and its own KV cache.
 
-    A draft feeds K tokens, so after a whole draft was accepted the row of its last token is missing.
+    The last token of a draft is never fed, so after a whole draft was accepted its row is missing.
     Therefore every draft begins with two tokens, the one before the anchor and the anchor:
 
     ```
@@ -45,29 +46,35 @@ class DraftLM:
     ```
 
     The first slot recomputes a row that may be there already; where n = 1 there is no such token,
-    and the slot is hidden.
+    and the slot is hidden. In a tree the nodes that have children follow, level by level.
 
     Nothing is drafted where the drafting model's output is not finite: for the rest of the row if
     that happened in its prompt, else in that cycle and as long as its cache holds such rows.
 
     Attributes:
       graphdef, config, dtype: of the drafting model; its params are the drafter's.
-      num_draft_tokens: K.
+      tree: what is drafted; a chain is one, too.
     """
 
     graphdef: Any
     config: ModelConfig
     dtype: jnp.dtype
-    num_draft_tokens: int = 4
+    tree: Tree
     taps: tuple[int, ...] = ()
 
-    def __post_init__(self):
-        if self.num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, or N in a tree."""
+        return len(self.tree.parents)
+
+    @property
+    def draft_depth(self) -> int:
+        """The most that can be accepted."""
+        return self.tree.depth
 
     def init_state(self, max_len: int) -> DraftLMState:
         """An empty cache."""
-        sizes = max_len, self.num_draft_tokens + 1
+        sizes = max_len, autoregressive.scratch_size(self.tree, 2)
         caches = (KVCache.zeros(self.config, size, self.dtype) for size in sizes)
         return DraftLMState(*caches, jnp.array(True))
 
@@ -93,54 +100,60 @@ class DraftLM:
         context: Context,
         noise: Noise | None,
     ) -> tuple[Draft, DraftLMState]:
-        """K tokens, drawn from the drafting model's processed distributions."""
+        """Tokens of the drafting model's processed distributions."""
         model = nnx.merge(self.graphdef, params)
         before = context.length - 2
         cache_len = jnp.maximum(before, 0)
 
-        def forward(tokens, positions, scratch, mask):
+        def forward(tokens, positions, scratch, mask, wanted):
             out = model(tokens, positions, state.cache, cache_len, mask, scratch=scratch)
-            return model.head(out.hidden[-1:])[0], scratch.after(out, positions)
+            return model.head(out.hidden[-wanted:]), scratch.after(out, positions)
 
-        size = self.num_draft_tokens + 1
-        tokens = context.tokens[jnp.stack([cache_len, context.length - 1])]
-        draft, scratch = draft_chain(
+        size = autoregressive.scratch_size(self.tree, 2)
+        draft, scratch = autoregressive.draft(
             forward,
             Scratch.empty(self.config, size, self.dtype),
-            tokens,
+            context.tokens[jnp.stack([cache_len, context.length - 1])],
             before + jnp.arange(2),
             (jnp.arange(size) == 0) & (before < 0),
-            self.num_draft_tokens,
-            context,
+            self.tree,
+            context.sampling,
             noise,
         )
-        # Logits of NaN give an id outside the vocabulary, or one that was not in the law.
-        sound = draft.tokens < self.config.vocab_size
-        if draft.log_q is not None:
-            slots = jnp.arange(self.num_draft_tokens)
-            sound = jnp.isfinite(draft.log_q.at[slots, draft.tokens].get(mode="fill"))
-        valid = jnp.cumprod((sound & state.sound).astype(jnp.int32)).sum()
-        draft = dataclasses.replace(draft, num_valid=valid)
+        draft = dataclasses.replace(draft, num_valid=jnp.where(state.sound, draft.num_valid, 0))
         return draft, dataclasses.replace(state, rows=scratch.rows)
 
     def observe(
         self, params: PyTree, target_params: PyTree, state: DraftLMState, committed: Committed
     ) -> DraftLMState:
         """Keeps the rows of the committed tokens, as far as the draft computed them."""
-        slots = self.num_draft_tokens + 1
-        count = jnp.where(committed.count > 0, jnp.minimum(committed.count + 1, slots), 0)
-        cache = write_rows(state.cache, state.rows, committed.start - 1, count)
+        size = autoregressive.scratch_size(self.tree, 2)
+        slots = jnp.asarray(autoregressive.slots_of(self.tree, 2))[committed.nodes]
+        computed = (slots < size) & (jnp.arange(slots.shape[0]) < committed.count)
+        count = jnp.where(committed.count > 0, 1 + computed.sum(), 0)
+        slots = jnp.append(0, jnp.minimum(slots, size - 1))
+        rows = jax.tree.map(lambda x: x[:, slots], state.rows)
+        cache = write_rows(state.cache, rows, committed.start - 1, count)
         return dataclasses.replace(state, cache=cache)
 
 
-def draft_lm(model: Target, target: Target, num_draft_tokens: int = 4) -> LoadedDrafter:
+def draft_lm(
+    model: Target, target: Target, num_draft_tokens: int = 4, tree: Tree | None = None
+) -> LoadedDrafter:
     """A loaded model as drafter of a target.
+
+    Args:
+      model: what drafts.
+      target: what it drafts for.
+      num_draft_tokens: K of a chain.
+      tree: drafted instead of a chain.
 
     Raises:
       ValueError: the vocabularies differ; the message has the sizes or the first differing token.
     """
     check_same_vocabulary(model, target)
-    drafter = DraftLM(model.graphdef, model.config, jnp.dtype(model.dtype), num_draft_tokens)
+    tree = tree or Tree.chain(num_draft_tokens)
+    drafter = DraftLM(model.graphdef, model.config, jnp.dtype(model.dtype), tree)
     return LoadedDrafter(drafter, model.params, f"draft_lm:{model.name}")
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.drafters.chain import draft_chain
+from specjax.drafters import autoregressive
 from specjax.drafters.stateless import Stateless
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
 from specjax.models.transformer import Scratch
 from specjax.noise import Noise
+from specjax.trees import Tree
 from specjax.types import Context, Draft, LoadedDrafter, PyTree
 
 
@@ -29,24 +30,32 @@ class EarlyExit(Stateless):
     Attributes:
       graphdef, config, dtype: of the target.
       exit_layer: E, blocks that are run.
-      num_draft_tokens: K.
+      tree: what is drafted; a chain is one, too.
     """
 
     graphdef: Any
     config: ModelConfig
     dtype: jnp.dtype
     exit_layer: int
-    num_draft_tokens: int = 4
+    tree: Tree
     taps: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
         if not 1 <= self.exit_layer < self.config.num_layers:
             raise ValueError(
                 f"early_exit: exit layer must be 1…{self.config.num_layers - 1}, got "
                 f"{self.exit_layer}"
             )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, or N in a tree."""
+        return len(self.tree.parents)
+
+    @property
+    def draft_depth(self) -> int:
+        """The most that can be accepted."""
+        return self.tree.depth
 
     def propose(
         self,
@@ -56,42 +65,48 @@ class EarlyExit(Stateless):
         context: Context,
         noise: Noise | None,
     ) -> tuple[Draft, PyTree]:
-        """K tokens, drawn from the processed distributions after block E."""
+        """Tokens of the processed distributions after block E."""
         model = nnx.merge(self.graphdef, target_params)
         start = context.length - 1
 
-        def forward(tokens, positions, scratch, mask):
+        def forward(tokens, positions, scratch, mask, wanted):
             out = model(
                 tokens, positions, context.target_cache, start, mask,
                 scratch=scratch, depth=self.exit_layer,
             )  # fmt: skip
-            return model.head(out.hidden[-1:])[0], scratch.after(out, positions)
+            return model.head(out.hidden[-wanted:]), scratch.after(out, positions)
 
         shallow = dataclasses.replace(
             self.config,
             num_layers=self.exit_layer,
             sliding_layers=self.config.sliding_layers[: self.exit_layer],
         )
-        draft, _ = draft_chain(
+        size = autoregressive.scratch_size(self.tree, 1)
+        draft, _ = autoregressive.draft(
             forward,
-            Scratch.empty(shallow, self.num_draft_tokens, self.dtype),
+            Scratch.empty(shallow, size, self.dtype),
             context.tokens[start][None],
             start[None],
-            jnp.zeros(self.num_draft_tokens, bool),
-            self.num_draft_tokens,
-            context,
+            jnp.zeros(size, bool),
+            self.tree,
+            context.sampling,
             noise,
         )
         return draft, state
 
 
 def early_exit(
-    target: Target, exit_layer: int | None = None, num_draft_tokens: int = 4
+    target: Target,
+    exit_layer: int | None = None,
+    num_draft_tokens: int = 4,
+    tree: Tree | None = None,
 ) -> LoadedDrafter:
-    """The target's first `exit_layer` blocks (by default half of them) as its drafter."""
+    """The target's first `exit_layer` blocks (by default half of them) as its drafter.
+
+    It drafts a chain of `num_draft_tokens`, or a tree.
+    """
     if exit_layer is None:
         exit_layer = target.config.num_layers // 2
-    drafter = EarlyExit(
-        target.graphdef, target.config, jnp.dtype(target.dtype), exit_layer, num_draft_tokens
-    )
+    tree = tree or Tree.chain(num_draft_tokens)
+    drafter = EarlyExit(target.graphdef, target.config, jnp.dtype(target.dtype), exit_layer, tree)
     return LoadedDrafter(drafter, (), f"early_exit:{exit_layer}")

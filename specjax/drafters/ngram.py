@@ -39,6 +39,11 @@ class NGram(Stateless):
                 f"expected 1 ≤ min_ngram ≤ max_ngram, got {self.min_ngram} and {self.max_ngram}"
             )
 
+    @property
+    def draft_depth(self) -> int:
+        """The most that can be accepted."""
+        return self.num_draft_tokens
+
     def propose(
         self,
         params: PyTree,

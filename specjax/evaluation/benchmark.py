@@ -32,15 +32,16 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.noise import Noise, Role
 from specjax.sampling import Sampling, argmax
-from specjax.types import Draft, Drafter, PyTree, StopReason, Verdict, Verifier
+from specjax.types import Draft, Drafter, PyTree, Rule, StopReason, Verdict
+from specjax.verification.law import require_chain
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """A rule that accepts each draft with probability `alpha`, whatever it is. For timing only.
+    """What a rule does that accepts each draft with probability `alpha`, whatever it is.
 
-    It is not lossless: it lets shapes without weights, and drafters that are always wrong, be timed
-    at an acceptance rate.
+    It is for timing only, and not lossless: it lets shapes without weights, and drafters that are
+    always wrong, be timed at an acceptance rate.
     """
 
     alpha: float
@@ -49,6 +50,7 @@ class Simulated:
         self, draft: Draft, target_logits: jax.Array, sampling: Sampling | None, noise: Noise
     ) -> Verdict:
         """Coins decide, up to `num_valid`."""
+        require_chain(draft, "simulated")
         count = draft.tokens.shape[0]
         kept = noise.uniforms(Role.VERDICT, count) < self.alpha
         kept &= jnp.arange(count) < draft.num_valid
@@ -127,11 +129,12 @@ class Breakdown:
         return self.speedup / self.predicted_speedup
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "steps"))
+@functools.partial(jax.jit, static_argnames=("drafter", "rule", "steps"))
 def draft_alone(
     params: PyTree,
     drafter: Drafter,
     drafter_params: PyTree,
+    rule: Rule,
     rows: Row,
     cache: KVCache,
     state: PyTree,
@@ -146,7 +149,7 @@ def draft_alone(
       The last tokens `[B]`, and `[]` float32 that depends on every log q: without it XLA would leave
       out what only a rule reads.
     """
-    one = jax.vmap(functools.partial(propose, drafter, drafter_params, params))
+    one = jax.vmap(functools.partial(propose, drafter, drafter_params, params, rule))
 
     def body(_, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         anchors, read = carry
@@ -162,32 +165,32 @@ def draft_alone(
     return jax.lax.fori_loop(0, steps, body, (anchors, jnp.float32(0)))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "rule", "taps", "steps", "k"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "rule", "taps", "steps"))
 def verify_alone(
     graphdef: Any,
     params: PyTree,
-    rule: Verifier,
+    rule: Rule,
     taps: tuple[int, ...],
     rows: Row,
     cache: KVCache,
+    draft: Draft,
     sampling: Sampling | None,
     keys: jax.Array,
     *,
-    k: int,
     steps: int,
 ) -> jax.Array:
-    """Verifies K tokens `steps` times; each draft is made of the token decided before."""
+    """Verifies drafts of the given form `steps` times, each made of the token decided before."""
     model = nnx.merge(graphdef, params)
+    k = draft.tokens.shape[1]
     one = jax.vmap(functools.partial(verify, model, rule, taps, k + 1))
-    vocab = model.config.vocab_size
 
     def body(_, tokens: jax.Array) -> jax.Array:
-        drafted = jnp.repeat(tokens[:, None], k, axis=1)
-        log_q = None
-        if sampling is not None:
-            log_q = jnp.full((len(tokens), k, vocab), -jnp.log(float(vocab)))
-        draft = Draft(drafted, log_q, jnp.full(len(tokens), k, jnp.int32))
-        _, verdict, _ = one(rows, cache, draft, sampling, Noise(keys, rows.length - 1))
+        drafted = dataclasses.replace(
+            draft,
+            tokens=jnp.repeat(tokens[:, None], k, axis=1),
+            num_valid=jnp.full(len(tokens), k, jnp.int32),
+        )
+        _, verdict, _ = one(rows, cache, drafted, sampling, Noise(keys, rows.length - 1))
         return verdict.next_token
 
     return jax.lax.fori_loop(0, steps, body, jnp.ones(rows.length.shape[0], jnp.int32))
@@ -202,7 +205,7 @@ def breakdown(
     target: Target,
     drafter: Drafter,
     drafter_params: PyTree,
-    rule: Verifier,
+    rule: Rule,
     *,
     batch: int = 1,
     max_len: int = 512,
@@ -233,7 +236,7 @@ def breakdown(
     Raises:
       ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
     """
-    if isinstance(rule, Simulated):
+    if isinstance(rule.verify, Simulated):
         drafter = WholeDrafts(drafter)
     k = drafter.num_draft_tokens
     if length + steps * (k + 1) > max_len:
@@ -278,17 +281,20 @@ def breakdown(
 
     def draft() -> Callable[[], Any]:
         return functools.partial(
-            draft_alone, target.params, drafter, drafter_params, *fresh(), sampling, keys,
+            draft_alone, target.params, drafter, drafter_params, rule, *fresh(), sampling, keys,
             steps=steps,
         )  # fmt: skip
 
     def verification() -> Callable[[], Any]:
         rows, cache, _ = fresh()
         return functools.partial(
-            verify_alone, target.graphdef, target.params, rule, drafter.taps, rows, cache, sampling,
-            keys, k=k, steps=steps,
+            verify_alone, target.graphdef, target.params, rule, drafter.taps, rows, cache, drafted,
+            sampling, keys, steps=steps,
         )  # fmt: skip
 
+    rows, *rest = fresh()
+    one = functools.partial(propose, drafter, drafter_params, target.params, rule)
+    drafted, _ = jax.vmap(one)(rows, *rest, sampling, Noise(keys, rows.length - 1))
     large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
     parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
     parts["read"] = lambda: functools.partial(_sum, large)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax import metrics
 from specjax.decoding.decode import decode
 from specjax.drafters import NGram
 from specjax.drafters.draft_lm import DraftLM
@@ -62,6 +63,11 @@ class Evaluation:
     def tau(self) -> float:
         """τ, pooled over all cycles of all prompts."""
         return self._speculative.tau
+
+    @property
+    def tau_interval(self) -> tuple[float, float]:
+        """Where τ lies in 95 of 100 draws of as many prompts from these."""
+        return metrics.tau_interval([row for run in self.speculative for row in run.committed])
 
     @property
     def survival(self) -> np.ndarray:

@@ -136,7 +136,7 @@ def _evaluate(drafts: Draft, targets: jax.Array, law_of: LawOf) -> tuple[jax.Arr
 
     def one(draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         law = law_of(draft, target)
-        return law.accepted, jax.vmap(law.next_weights)(jnp.arange(target.shape[0]))
+        return law.terminal, jax.vmap(law.next_weights)(jnp.arange(target.shape[0]))
 
     return jax.vmap(one)(drafts, targets)
 

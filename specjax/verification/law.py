@@ -1,8 +1,8 @@
 """A rejection rule as a law, and the one sampler that turns every law into a verdict.
 
-A law gives, for a draft and the target's distributions, the probability of each number of accepted
-tokens and, for a given number, the row from which the next token is drawn. It contains no randomness,
-so it can be enumerated exactly (`verification.enumeration`).
+A law gives, for a draft and the target's distributions, the probability of each node at which the
+accepted path may end and, for a given node, the row from which the next token is drawn. It contains
+no randomness, so it can be enumerated exactly (`verification.enumeration`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from specjax.noise import Noise, Role
 from specjax.sampling import Sampling, draw, invert, log_probs
-from specjax.types import Draft, Verdict, Verifier
+from specjax.types import Draft, Drafts, Rule, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,31 +23,44 @@ class Law:
     """What a rule does with one draft.
 
     Attributes:
-      accepted: `[K + 1]`, probability that exactly 0…K drafted tokens are accepted.
-      next_weights: number of accepted tokens, `[]` int32 → `[V]` non-negative weights of the next
-        token, not all zero. A function, because only one row is ever needed.
+      terminal: `[N + 1]`, probability that the accepted path ends at each node. In a chain of K it is
+        that of exactly 0…K accepted tokens.
+      next_weights: node, `[]` int32 → `[V]` non-negative weights of the next token, not all zero. A
+        function, because only one row is ever needed.
     """
 
-    accepted: jax.Array
+    terminal: jax.Array
     next_weights: Callable[[jax.Array], jax.Array]
 
 
-LawOf = Callable[[Draft, jax.Array], Law]  # (draft, target log-probabilities [K + 1, V])
+LawOf = Callable[[Draft, jax.Array], Law]  # (draft, target log-probabilities [N + 1, V])
 
 
 def sample_verdict(law: Law, noise: Noise) -> Verdict:
-    """Draws the number of accepted tokens, then the next token."""
-    accepted = invert(law.accepted, noise.uniforms(Role.VERDICT, 1)[0])
-    token = draw(law.next_weights(accepted), noise.uniforms(Role.RESIDUAL, 2))
-    return Verdict(accepted=accepted, next_token=token)
+    """Draws the end of the accepted path, then the next token."""
+    node = invert(law.terminal, noise.uniforms(Role.VERDICT, 1)[0])
+    token = draw(law.next_weights(node), noise.uniforms(Role.RESIDUAL, 2))
+    return Verdict(node=node, next_token=token)
 
 
-def verifier(law_of: LawOf) -> Verifier:
+def rule_of(law_of: LawOf, drafts: Drafts = Drafts.SAMPLED) -> Rule:
     """The rule of a law: processes the target's logits, and samples."""
 
     def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: Noise) -> Verdict:
         target = jax.vmap(log_probs, (0, None))(target_logits, sampling)
-        return sample_verdict(law_of(draft, target), noise)
+        if draft.tokens.shape[0]:
+            return sample_verdict(law_of(draft, target), noise)
+        # A pass over the anchor alone: there is nothing to reject.
+        return sample_verdict(Law(jnp.ones(1), lambda _: jnp.exp(target[0])), noise)
 
     verify.__doc__ = law_of.__doc__
-    return verify
+    return Rule(verify, drafts)
+
+
+def require_chain(draft: Draft, name: str) -> None:
+    """Raises ValueError where a rule for chains is given a tree."""
+    if draft.topology is not None:
+        raise ValueError(
+            f"rule {name} verifies chains, this drafter drafts a tree of {draft.tokens.shape[0]} "
+            "tokens: use tree_match, tree_without_replacement, tree_traversal or gumbel"
+        )

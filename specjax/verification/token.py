@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.verification.law import Law, verifier
+from specjax.verification.law import Law, require_chain, rule_of
 
 
 def token_law(draft: Draft, target: jax.Array) -> Law:
@@ -20,31 +20,37 @@ def token_law(draft: Draft, target: jax.Array) -> Law:
       draft: K tokens with their log q, or point masses (q is 1 at the token).
       target: `[K + 1, V]` log-probabilities.
     """
+    require_chain(draft, "token")
+    accept = jnp.exp(jnp.minimum(log_ratios(draft, target), 0))
+    reached = jnp.cumprod(jnp.append(1.0, accept).astype(accept.dtype))
+    terminal = reached * (1 - jnp.append(accept, 0))
+    return Law(terminal, lambda node: residual(draft, target, node, 1.0))
+
+
+def log_ratios(draft: Draft, target: jax.Array) -> jax.Array:
+    """`[K]`: log p(x) − log q(x) of each draft, −inf where it is not valid or cannot be accepted."""
     slots = jnp.arange(draft.tokens.shape[0])
-    vocab = target.shape[-1]
-    tokens = jnp.clip(draft.tokens, 0, vocab - 1)  # slots past num_valid may hold anything
+    tokens = jnp.clip(draft.tokens, 0, target.shape[-1] - 1)  # invalid slots may hold anything
     log_p = target[slots, tokens]
     log_q = jnp.zeros_like(log_p) if draft.log_q is None else draft.log_q[slots, tokens]
     # A token that its own q excludes was not drawn from it: rejected, rather than −inf − −inf.
     possible = (slots < draft.num_valid) & (log_p > -jnp.inf) & (log_q > -jnp.inf)
-    accept = jnp.where(possible, jnp.exp(jnp.minimum(log_p - log_q, 0)), 0)
-    reached = jnp.cumprod(jnp.append(1.0, accept).astype(accept.dtype))
-    accepted = reached * (1 - jnp.append(accept, 0))
-
-    def next_weights(index: jax.Array) -> jax.Array:
-        p = jnp.exp(target[index])
-        if not len(tokens):  # a pass over the anchor alone: there is nothing to reject
-            return p
-        slot = jnp.minimum(index, tokens.shape[0] - 1)
-        if draft.log_q is None:
-            q = (jnp.arange(vocab) == tokens[slot]).astype(p.dtype)
-        else:
-            q = jnp.exp(draft.log_q[slot])
-        residual = jnp.maximum(p - q, 0)
-        rejected = (index < draft.num_valid) & (residual.sum() > 0)
-        return jnp.where(rejected, residual, p)
-
-    return Law(accepted, next_weights)
+    return jnp.where(possible, log_p - log_q, -jnp.inf)
 
 
-token = verifier(token_law)
+def residual(draft: Draft, target: jax.Array, node: jax.Array, scale: jax.Array) -> jax.Array:
+    """`[V]`: (scale · p − q)₊ where draft `node` was rejected; p after a whole draft.
+
+    And p where that residual has no mass: then rejection had no probability.
+    """
+    p = jnp.exp(target[node])
+    slot = jnp.minimum(node, draft.tokens.shape[0] - 1)
+    if draft.log_q is None:
+        q = (jnp.arange(p.shape[0]) == draft.tokens[slot]).astype(p.dtype)
+    else:
+        q = jnp.exp(draft.log_q[slot])
+    left = jnp.maximum(scale * p - q, 0)
+    return jnp.where((node < draft.num_valid) & (left.sum() > 0), left, p)
+
+
+token = rule_of(token_law)

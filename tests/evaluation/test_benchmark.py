@@ -20,7 +20,7 @@ from specjax.models.shapes import SHAPES
 from specjax.models.target import Target
 from specjax.noise import Noise
 from specjax.sampling import Sampling
-from specjax.types import Draft
+from specjax.types import Draft, Rule
 from specjax.verification import RULES, greedy
 
 
@@ -48,7 +48,7 @@ def test_simulated_acceptance_is_geometric():
     @jax.vmap
     def accepted(index):
         noise = Noise(jax.random.fold_in(jax.random.key(0), index), jnp.int32(9))
-        return Simulated(0.7)(draft, logits, None, noise).accepted
+        return Simulated(0.7)(draft, logits, None, noise).node
 
     counts = np.bincount(np.asarray(accepted(jnp.arange(20_000))), minlength=4)
     expected = 20_000 * np.array([0.3, 0.21, 0.147, 0.343])
@@ -60,7 +60,7 @@ def test_tau_follows_the_simulated_acceptance(tiny, alpha, tau, monkeypatch):
     """A drafter that always drafts, a rule that takes all or nothing."""
     loaded = drafters.early_exit(tiny, 1, 3)
     result = breakdown(
-        tiny, loaded.drafter, loaded.params, Simulated(alpha), batch=2, max_len=64, length=8,
+        tiny, loaded.drafter, loaded.params, Rule(Simulated(alpha)), batch=2, max_len=64, length=8,
         steps=4, repeats=2,
     )  # fmt: skip
     assert result.tau == tau
@@ -73,7 +73,7 @@ def test_a_simulated_rule_has_the_tau_of_its_alpha_with_any_drafter(tiny):
     """A drafter that hardly ever finds a match: each of its drafts counts as K tokens all the same."""
     k, alpha, batch, steps = 3, 0.7, 128, 12
     result = breakdown(
-        tiny, NGram(k, min_ngram=3), (), Simulated(alpha), batch=batch, max_len=64, length=8,
+        tiny, NGram(k, min_ngram=3), (), Rule(Simulated(alpha)), batch=batch, max_len=64, length=8,
         steps=steps, repeats=1,
     )  # fmt: skip
     committed = 1 + np.arange(k + 1)
@@ -150,7 +150,7 @@ def test_drafting_alone_computes_log_q(tiny):
     cache = decoding._broadcast(KVCache.zeros(tiny.config, 64, jnp.float32), 2)
     keys = jax.random.split(jax.random.key(0), 2)
     arguments = rows, cache, (), None, keys
-    _, read = benchmark.draft_alone(tiny.params, Reporting(3), (), *arguments, steps=5)
+    _, read = benchmark.draft_alone(tiny.params, Reporting(3), (), greedy, *arguments, steps=5)
     assert read == -3 * 2 * 3 * 5  # rows, K, steps
 
 
@@ -177,9 +177,10 @@ def test_parts_depend_on_their_steps(tiny):
     rows = decoding._rows([rng.integers(0, 61, 8)], np.array([40]), 64, 64)
     cache = decoding._broadcast(KVCache.zeros(tiny.config, 64, jnp.float32), 1)
     keys = jax.random.split(jax.random.key(0), 1)
+    draft = Draft(jnp.zeros((1, 2), jnp.int32), None, jnp.full(1, 2, jnp.int32))
     tokens = [
         benchmark.verify_alone(
-            tiny.graphdef, tiny.params, greedy, (), rows, cache, None, keys, k=2, steps=steps
+            tiny.graphdef, tiny.params, greedy, (), rows, cache, draft, None, keys, steps=steps
         ).tolist()
         for steps in range(1, 8)
     ]

@@ -31,23 +31,23 @@ def test_equals_the_scalar_rule(data):
     logits = np.full((k + 1, vocab), -1.0, np.float32)
     logits[np.arange(k + 1), choices] = 1.0
     draft = Draft(jnp.asarray(tokens, jnp.int32), None, jnp.int32(num_valid))
-    verdict = greedy(draft, jnp.asarray(logits), None, None)
+    verdict = greedy.verify(draft, jnp.asarray(logits), None, None)
     expected = by_hand(tokens, choices, num_valid)
-    assert (int(verdict.accepted), int(verdict.next_token)) == expected
+    assert (int(verdict.node), int(verdict.next_token)) == expected
 
 
 def test_the_worked_example():
     logits = jnp.eye(9)[jnp.array([4, 5, 8, 0])]
     draft = Draft(jnp.array([4, 5, 6]), None, jnp.int32(3))
-    verdict = greedy(draft, logits, None, None)
-    assert (int(verdict.accepted), int(verdict.next_token)) == (2, 8)
+    verdict = greedy.verify(draft, logits, None, None)
+    assert (int(verdict.node), int(verdict.next_token)) == (2, 8)
 
 
 def test_invalid_slots_are_never_accepted():
     logits = jnp.eye(4)[jnp.array([1, 2, 3])]
     draft = Draft(jnp.array([1, 2]), None, jnp.int32(1))  # slot 1 happens to agree
-    verdict = greedy(draft, logits, None, None)
-    assert (int(verdict.accepted), int(verdict.next_token)) == (1, 2)
+    verdict = greedy.verify(draft, logits, None, None)
+    assert (int(verdict.node), int(verdict.next_token)) == (1, 2)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])

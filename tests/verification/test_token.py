@@ -137,8 +137,8 @@ def test_the_motivating_example_of_block_verification():
 
 def accept_always(draft, target):
     law = token_law(draft, target)
-    slots = jnp.arange(law.accepted.shape[0])
-    return dataclasses.replace(law, accepted=(slots == draft.num_valid).astype(target.dtype))
+    slots = jnp.arange(law.terminal.shape[0])
+    return dataclasses.replace(law, terminal=(slots == draft.num_valid).astype(target.dtype))
 
 
 def residual_p(draft, target):
@@ -239,15 +239,15 @@ def test_reused_draft_noise_is_caught(reused):
     @jax.vmap
     def first_tokens(index):
         noise = Noise(jax.random.fold_in(jax.random.key(4), index), jnp.int32(2))
-        token = sample(log_q, noise.draft_gumbel(0, 4))
+        token = sample(log_q, noise.draft_gumbel(0, 0, 4))
         draft = Draft(token[None].astype(jnp.int32), log_q[None], jnp.int32(1))
         law = token_law(draft, jnp.stack([log_p, log_p]))
         verdict = sample_verdict(law, noise)
         correction = verdict.next_token
         if reused:
-            weights = jnp.log(law.next_weights(verdict.accepted))
-            correction = sample(weights, noise.draft_gumbel(0, 4))
-        return jnp.where(verdict.accepted > 0, token, correction)
+            weights = jnp.log(law.next_weights(verdict.node))
+            correction = sample(weights, noise.draft_gumbel(0, 0, 4))
+        return jnp.where(verdict.node > 0, token, correction)
 
     counts = np.bincount(np.asarray(first_tokens(jnp.arange(n))), minlength=4)
     expected = n * np.exp(log_p)
@@ -268,11 +268,11 @@ def test_verdicts_follow_the_law():
     def verdicts(index):
         noise = Noise(jax.random.fold_in(jax.random.key(3), index), jnp.int32(5))
         verdict = sample_verdict(token_law(draft, log_p), noise)
-        return verdict.accepted * 3 + verdict.next_token
+        return verdict.node * 3 + verdict.next_token
 
     counts = np.bincount(np.asarray(verdicts(jnp.arange(n))), minlength=9)
     rows = np.array([law.next_weights(jnp.int32(i)) for i in range(3)])
-    expected = n * (np.array(law.accepted)[:, None] * rows / rows.sum(-1, keepdims=True)).ravel()
+    expected = n * (np.array(law.terminal)[:, None] * rows / rows.sum(-1, keepdims=True)).ravel()
     assert (counts[expected == 0] == 0).all()
     possible = expected > 0
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()

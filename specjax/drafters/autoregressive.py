@@ -1,0 +1,159 @@
+"""Drafting with a transformer, level after level: shared by `draft_lm` and `early_exit`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.transformer import Scratch
+from specjax.noise import Noise
+from specjax.sampling import Sampling, argmax, log_probs, sample
+from specjax.trees import Tree
+from specjax.types import Draft
+
+# (tokens [T], positions [T], scratch, mask [T, slots], n) → (logits [n, V] after the last n, scratch)
+Forward = Callable[[jax.Array, jax.Array, Scratch, jax.Array, int], tuple[jax.Array, Scratch]]
+
+
+@functools.lru_cache
+def slots_of(tree: Tree, first: int) -> np.ndarray:
+    """`[N + 1]`: the scratch slot of each node, the number of slots for a leaf, which is never fed.
+
+    The anchor is the last of the `first` tokens of the first pass; behind it lie the nodes that have
+    children.
+    """
+    fed = [node for node, children in enumerate(tree.children) if children]
+    slots = np.full(len(tree.children), first - 1 + len(fed), np.int32)
+    slots[fed] = first - 1 + np.arange(len(fed))
+    return slots
+
+
+def scratch_size(tree: Tree, first: int) -> int:
+    """Slots that drafting a tree takes."""
+    return int(slots_of(tree, first).max())
+
+
+def draft(
+    forward: Forward,
+    scratch: Scratch,
+    tokens: jax.Array,
+    positions: jax.Array,
+    hidden_slots: jax.Array,
+    tree: Tree,
+    sampling: Sampling | None,
+    noise: Noise | None,
+) -> tuple[Draft, Scratch]:
+    """Drafts a chain or a tree, each token from the logits after its parent.
+
+    The rows of all passes go to a scratch and see their ancestors there, so that the cache is only
+    read. Siblings are the likeliest tokens; with noise, those of the largest log q + Gumbel noise,
+    which is sampling without replacement, and the draft carries the law each was drawn from. Only
+    tokens before the first logits that are not finite are valid.
+
+    Args:
+      forward: the network.
+      scratch: empty, of `scratch_size` slots.
+      tokens, positions: `[T0]`, of the first pass; the anchor is the last.
+      hidden_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
+      tree: what is drafted.
+      sampling: of this row.
+      noise: None for the likeliest tokens.
+    """
+    draft_levels = _draft_chain if tree == Tree.chain(len(tree.parents)) else _draft_tree
+    choose = functools.partial(_children, sampling, noise)
+    return draft_levels(forward, scratch, tokens, positions, hidden_slots, tree, choose)
+
+
+def _children(
+    sampling: Sampling | None,
+    noise: Noise | None,
+    logits: jax.Array,
+    node: jax.typing.ArrayLike,
+    depth: jax.typing.ArrayLike,
+    count: int,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """The children of a node at some depth: tokens `[count]`, log q `[count, V]`, finite `[count]`."""
+    finite = jnp.broadcast_to(jnp.isfinite(logits.max()), count)
+    if noise is None:
+        return _largest(logits, count), None, finite
+    log_q = log_probs(logits, sampling)
+    gumbel = noise.draft_gumbel(node, depth, logits.shape[-1])
+    if count == 1:
+        return sample(log_q, gumbel)[None], None if noise.coupled else log_q[None], finite
+    tokens = _largest(log_q + gumbel, count)
+    if noise.coupled:
+        return tokens, None, finite
+
+    def without(elders: jax.Array) -> jax.Array:
+        rest = jnp.where(elders, -jnp.inf, log_q)
+        total = jax.nn.logsumexp(rest)
+        return jnp.where(total > -jnp.inf, rest - total, -jnp.inf)
+
+    taken = jax.nn.one_hot(tokens, logits.shape[-1], dtype=jnp.int32)
+    return tokens, jax.vmap(without)(jnp.cumsum(taken, 0) - taken > 0), finite
+
+
+def _largest(scores: jax.Array, count: int) -> jax.Array:
+    """`[count]` int32, the largest first, the lowest index among equals."""
+    return argmax(scores)[None] if count == 1 else jax.lax.top_k(scores, count)[1]
+
+
+def _draft_chain(forward, scratch, tokens, positions, hidden_slots, tree, choose):
+    """One token a level, in a scan."""
+    slots = jnp.arange(scratch.positions.shape[0])
+
+    def mask(own: jax.Array) -> jax.Array:
+        return ((slots <= own[:, None]) & ~hidden_slots) | (slots == own[:, None])
+
+    def step(carry, node):
+        token, scratch = carry
+        own = scratch.slot[None]
+        logits, scratch = forward(token, positions[-1:] + node, scratch, mask(own), 1)
+        chosen = choose(logits[0], node, node, 1)
+        return (chosen[0], scratch), chosen
+
+    logits, scratch = forward(tokens, positions, scratch, mask(jnp.arange(len(tokens))), 1)
+    first = choose(logits[0], 0, 0, 1)
+    (_, scratch), rest = jax.lax.scan(step, (first[0], scratch), jnp.arange(1, len(tree.parents)))
+    drafted, log_q, finite = jax.tree.map(lambda x, xs: jnp.concatenate([x, xs[:, 0]]), first, rest)
+    return Draft(drafted, log_q, _leading(finite)), scratch
+
+
+def _draft_tree(forward, scratch, tokens, positions, hidden_slots, tree, choose):
+    """All nodes of a level that have children in one pass."""
+    first = len(tokens)
+    slots = slots_of(tree, first)
+    size = scratch.positions.shape[0]
+    sees = np.tril(np.ones((size, size), bool))
+    sees[first:, first:] = False
+    for node, parent in enumerate(tree.parents, start=1):
+        if tree.children[node]:
+            sees[slots[node]] |= sees[slots[parent]]
+            sees[slots[node], slots[node]] = True
+    sees = (jnp.asarray(sees) & ~hidden_slots) | jnp.eye(size, dtype=bool)
+
+    drafted, log_qs, finite = [], [], []
+    for depth in range(tree.depth):
+        level = [n for n in range(len(slots)) if tree.depths[n] == depth and tree.children[n]]
+        if depth == 0:
+            fed, at, seen = tokens, positions, sees[:first]
+        else:
+            fed = jnp.concatenate(drafted)[np.array(level) - 1]
+            at, seen = positions[-1:] + np.full(len(level), depth), sees[slots[level]]
+        logits, scratch = forward(fed, at, scratch, seen, len(level))
+        for row, node in enumerate(level):
+            chosen = choose(logits[row], node, depth, len(tree.children[node]))
+            for found, into in zip(chosen, (drafted, log_qs, finite), strict=True):
+                into.append(found)
+    log_q = None if log_qs[0] is None else jnp.concatenate(log_qs)
+    num_valid = _leading(jnp.concatenate(finite))
+    return Draft(jnp.concatenate(drafted), log_q, num_valid, tree), scratch
+
+
+def _leading(flags: jax.Array) -> jax.Array:
+    """How many are true before the first that is not."""
+    return jnp.cumprod(flags.astype(jnp.int32)).sum()
