@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.verification.law import Law, require_chain, rule_of
-from specjax.verification.token import log_ratios, residual
+from specjax.verification.law import Law, Rows, require_chain, rule_of
+from specjax.verification.token import log_ratio, residual
 
 
-def block_law(draft: Draft, target: jax.Array) -> Law:
+def block_law(draft: Draft, target: Rows | jax.Array) -> Law:
     """Block verification (Sun et al. 2024, algorithm 2).
 
     With the running weight P_i = min(P_{i−1} · p(x_i) / q(x_i), 1), P_0 = 1, at least ℓ drafts are
@@ -22,26 +22,23 @@ def block_law(draft: Draft, target: jax.Array) -> Law:
 
     Args:
       draft: K tokens with their log q, or point masses (q is 1 at the token).
-      target: `[K + 1, V]` log-probabilities.
+      target: the K + 1 rows of its log-probabilities.
     """
     require_chain(draft, "block")
     count = draft.tokens.shape[0]
 
-    def clamp(weight: jax.Array, ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weight = jnp.minimum(weight + ratio, 0)
-        return weight, weight
-
-    _, log_weights = jax.lax.scan(clamp, jnp.zeros((), target.dtype), log_ratios(draft, target))
-    weights = jnp.append(1.0, jnp.exp(log_weights)).astype(target.dtype)  # P_0…P_K
-
-    def mass(node: jax.Array) -> jax.Array:  # S_i, without a row of V numbers
+    def step(log_weight: jax.Array, slot: jax.Array) -> tuple[jax.Array, tuple]:
+        log_p = target[slot]
+        weight = jnp.exp(log_weight)  # P_i
         if draft.log_q is None:
-            return weights[node] * -jnp.expm1(target[node, draft.tokens[node]])
-        left = weights[node] * jnp.exp(target[node]) - jnp.exp(draft.log_q[node])
-        return jnp.maximum(left, 0).sum()
+            mass = weight * -jnp.expm1(log_p[jnp.clip(draft.tokens[slot], 0, log_p.shape[0] - 1)])
+        else:
+            mass = jnp.maximum(weight * jnp.exp(log_p) - jnp.exp(draft.log_q[slot]), 0).sum()
+        return jnp.minimum(log_weight + log_ratio(draft, log_p, slot), 0), (weight, mass)
 
-    slots = jnp.arange(count)
-    sums = jnp.append(jax.vmap(mass)(slots), 0.0)
+    nothing = jnp.zeros((), target[0].dtype)
+    last, (weights, sums) = jax.lax.scan(step, nothing, jnp.arange(count))
+    weights, sums = jnp.append(weights, jnp.exp(last)), jnp.append(sums, nothing)
     failing = sums + 1 - weights
     stays = jnp.where(failing > 0, sums / jnp.where(failing > 0, failing, 1), 1)
     nodes = jnp.arange(count + 1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from specjax.noise import Noise
 from specjax.sampling import Sampling, log_probs, sample
 from specjax.types import Draft, Drafts, Rule, Verdict
-from specjax.verification.greedy import follow
 
 
 def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: Noise) -> Verdict:
@@ -25,13 +25,23 @@ def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: No
       sampling: of this row.
       noise: of this cycle.
     """
-    vocab = target_logits.shape[-1]
+    parents, _ = draft.shape
+    slots = jnp.arange(draft.tokens.shape[0])
+    depths = draft.depths()
 
-    def choose(logits: jax.Array, depth: jax.Array) -> jax.Array:
-        gumbel = noise.token_gumbel(noise.position + 1 + depth, vocab)
-        return sample(log_probs(logits, sampling), gumbel)
+    def choose(node: jax.Array) -> Verdict:
+        gumbel = noise.token_gumbel(noise.position + 1 + depths[node], target_logits.shape[-1])
+        return Verdict(node, sample(log_probs(target_logits[node], sampling), gumbel))
 
-    return follow(draft, jax.vmap(choose)(target_logits, draft.depths()))
+    def child(at: Verdict) -> jax.Array:
+        """The number of the child that holds the target's token, 0 if there is none."""
+        same = (draft.tokens == at.next_token) & (slots < draft.num_valid)
+        same &= jnp.asarray(parents) == at.node
+        return jnp.max(jnp.where(same, slots + 1, 0), initial=0)
+
+    return jax.lax.while_loop(
+        lambda at: child(at) > 0, lambda at: choose(child(at)), choose(jnp.int32(0))
+    )
 
 
 gumbel = Rule(verify, Drafts.COUPLED)

@@ -33,7 +33,25 @@ class Law:
     next_weights: Callable[[jax.Array], jax.Array]
 
 
-LawOf = Callable[[Draft, jax.Array], Law]  # (draft, target log-probabilities [N + 1, V])
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The target's log-probabilities, row by row: `rows[node]` is `[V]`, computed when asked for.
+
+    All of them at once would be several arrays of `[N + 1, V]`. An array can stand in for them.
+
+    Attributes:
+      logits: `[N + 1, V]`.
+      sampling: of this row of the batch.
+    """
+
+    logits: jax.Array
+    sampling: Sampling
+
+    def __getitem__(self, node: jax.typing.ArrayLike) -> jax.Array:
+        return log_probs(self.logits[node], self.sampling)
+
+
+LawOf = Callable[[Draft, Rows | jax.Array], Law]
 
 
 def sample_verdict(law: Law, noise: Noise) -> Verdict:
@@ -47,7 +65,7 @@ def rule_of(law_of: LawOf, drafts: Drafts = Drafts.SAMPLED) -> Rule:
     """The rule of a law: processes the target's logits, and samples."""
 
     def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: Noise) -> Verdict:
-        target = jax.vmap(log_probs, (0, None))(target_logits, sampling)
+        target = Rows(target_logits, sampling)
         if draft.tokens.shape[0]:
             return sample_verdict(law_of(draft, target), noise)
         # A pass over the anchor alone: there is nothing to reject.

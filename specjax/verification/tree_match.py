@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.types import Draft, Drafts
-from specjax.verification.law import Law, rule_of
+from specjax.verification.law import Law, Rows, rule_of
 
 
-def tree_match_law(draft: Draft, target: jax.Array) -> Law:
+def tree_match_law(draft: Draft, target: Rows | jax.Array) -> Law:
     """Sample, then match (SpecInfer, Miao et al. 2023, "naive sampling"; EAGLE-2; Medusa).
 
     A token is drawn from the target at each node and followed while a child holds it. So a node is
@@ -21,7 +21,7 @@ def tree_match_law(draft: Draft, target: jax.Array) -> Law:
     Args:
       draft: a tree whose siblings differ and whose shape and tokens are no random choice, or a chain
         of point masses.
-      target: `[N + 1, V]` log-probabilities.
+      target: the N + 1 rows of its log-probabilities.
     """
     if draft.log_q is not None:
         raise ValueError(
@@ -30,16 +30,21 @@ def tree_match_law(draft: Draft, target: jax.Array) -> Law:
         )
     parents, levels = draft.shape
     parents = jnp.asarray(parents, jnp.int32)
-    vocab = target.shape[-1]
-    valid = jnp.arange(draft.tokens.shape[0]) < draft.num_valid
-    tokens = jnp.clip(draft.tokens, 0, vocab - 1)  # invalid slots may hold anything
-    log_p = jnp.where(valid, target[parents, tokens], -jnp.inf)
+    count = draft.tokens.shape[0]
+    valid = jnp.arange(count) < draft.num_valid
+
+    def children(node: jax.Array) -> jax.Array:
+        return target[node].at[draft.tokens].get(mode="clip")  # invalid slots may hold anything
+
+    rows = jax.lax.map(children, jnp.arange(count + 1))  # log p of all tokens after every node
+    log_p = jnp.where(valid, rows[parents, jnp.arange(count)], -jnp.inf)
     paths = jnp.exp(jnp.where(trees.reach(parents, levels), jnp.append(0.0, log_p), 0).sum(-1))
-    followed = jnp.zeros(target.shape[0], target.dtype).at[parents].add(jnp.exp(log_p))
+    followed = jnp.zeros_like(paths).at[parents].add(jnp.exp(log_p))
 
     def next_weights(node: jax.Array) -> jax.Array:
         p = jnp.exp(target[node])
-        rest = p.at[jnp.where(valid & (parents == node), tokens, vocab)].set(0, mode="drop")
+        taken = jnp.where(valid & (parents == node), draft.tokens, p.shape[0])
+        rest = p.at[taken].set(0, mode="drop")
         return jnp.where(rest.sum() > 0, rest, p)  # without a rest, ending here has no probability
 
     return Law(paths * jnp.maximum(1 - followed, 0), next_weights)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Draft
-from specjax.verification.law import Law, rule_of
+from specjax.verification.law import Law, Rows, rule_of
 from specjax.verification.siblings import Siblings, require_sampled_tree
 
 
-def tree_traversal_law(draft: Draft, target: jax.Array) -> Law:
+def tree_traversal_law(draft: Draft, target: Rows | jax.Array) -> Law:
     """Traversal verification (Weng et al. 2025).
 
     Every node carries the weight a of its path, which its children inherit as min(a · R / D, 1), as
@@ -20,34 +20,23 @@ def tree_traversal_law(draft: Draft, target: jax.Array) -> Law:
 
     Args:
       draft: a tree of static shape with its log q, siblings drawn without replacement.
-      target: `[N + 1, V]` log-probabilities.
+      target: the N + 1 rows of its log-probabilities.
     """
     tree = require_sampled_tree(draft, "tree_traversal")
-    siblings = Siblings(draft, target)
-    begins = {0: jnp.ones((), target.dtype)}  # a before the children of each node, and after them
-    ends = {}
-    for node, children in enumerate(tree.children):
-        row, weight = jnp.exp(target[node]), begins[node]
-        for child in children:
-            begins[child], row, weight = siblings.reject(child, row, weight)
-        ends[node] = weight
-
+    siblings = Siblings(draft, target, tree, inherits=True)
+    accept, after = siblings.all()
     terminal = {}
 
     def visit(node: int, alive: jax.Array) -> jax.Array:
         """The probability that nothing was accepted, up to and including this node's subtree."""
         for child in tree.children[node]:
             alive = visit(child, alive)
-        terminal[node] = alive * ends[node]
-        return alive * (1 - ends[node])
+        terminal[node] = alive * after[node]
+        return alive * (1 - after[node])
 
-    visit(0, jnp.ones((), target.dtype))
-    nodes = range(len(tree.children))
-    weights = jnp.stack([begins[node] for node in nodes])
-    return Law(
-        jnp.stack([terminal[node] for node in nodes]),
-        lambda node: siblings.all_rejected(tree, node, weights[node]),
-    )
+    visit(0, jnp.ones((), accept.dtype))
+    ends = jnp.stack([terminal[node] for node in range(len(tree.children))])
+    return Law(ends, lambda node: siblings.after_all(accept, node))
 
 
 tree_traversal = rule_of(tree_traversal_law)
