@@ -78,6 +78,7 @@ def main() -> None:
         **dataclasses.asdict(result),
         "bandwidth_share": result.bandwidth_share,
         "overhead_share": result.overhead_share,
+        "rule_share": result.rule_share,
         "speedup": result.speedup,
         "predicted_speedup": result.predicted_speedup,
         "measured_over_predicted": result.measured_over_predicted,
@@ -98,7 +99,7 @@ def main() -> None:
 def show(result: Breakdown) -> None:
     """Prints the table."""
     table = Table("part", "ms", "fastest", "slowest")
-    for name in ("plain", "cycle", "draft", "verify"):
+    for name in ("plain", "cycle", "draft", "verify", "rule"):
         timing = getattr(result, name)
         table.add_row(
             name, *(f"{1e3 * x:.2f}" for x in (timing.median, timing.fastest, timing.slowest))
@@ -109,7 +110,7 @@ def show(result: Breakdown) -> None:
         f"τ {result.tau:.2f}; speed-up {result.speedup:.2f}×, predicted "
         f"{result.predicted_speedup:.2f}× (measured / predicted "
         f"{result.measured_over_predicted:.2f}); overhead {100 * result.overhead_share:.1f} % of a "
-        f"cycle\nplain decoding reads weights at {100 * result.bandwidth_share:.0f} % of the read "
+        f"cycle, rule {100 * result.rule_share:.1f} %\nplain decoding reads weights at {100 * result.bandwidth_share:.0f} % of the read "
         f"bandwidth of {result.read_bandwidth.median / 1e9:.1f} GB/s",
         soft_wrap=True,
     )

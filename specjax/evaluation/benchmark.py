@@ -89,6 +89,7 @@ class Breakdown:
 
     Attributes:
       plain, cycle, draft, verify: of one plain step, one cycle, its two parts alone.
+      rule: of the rule on logits that are there, a part of `verify`.
       tau: tokens a row committed per cycle.
       weight_bytes: bytes of weights a plain step reads.
       read_bandwidth: bytes/s of a sum over a large array, measured in turn with the rest.
@@ -98,6 +99,7 @@ class Breakdown:
     cycle: Timing
     draft: Timing
     verify: Timing
+    rule: Timing
     tau: float
     weight_bytes: int
     read_bandwidth: Timing
@@ -112,6 +114,11 @@ class Breakdown:
         """What a cycle takes beyond draft and verification, over the cycle."""
         parts = self.draft.median + self.verify.median
         return (self.cycle.median - parts) / self.cycle.median
+
+    @property
+    def rule_share(self) -> float:
+        """The rule, its sampling included, over the cycle."""
+        return self.rule.median / self.cycle.median
 
     @property
     def speedup(self) -> float:
@@ -194,6 +201,32 @@ def verify_alone(
         return verdict.next_token
 
     return jax.lax.fori_loop(0, steps, body, jnp.ones(rows.length.shape[0], jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "steps"))
+def rule_alone(
+    rule: Rule,
+    draft: Draft,
+    logits: jax.Array,
+    sampling: Sampling | None,
+    noise: Noise,
+    *,
+    steps: int,
+) -> jax.Array:
+    """Applies the rule `steps` times to `[B, K + 1, V]` logits and valid drafts."""
+    k = draft.tokens.shape[1]
+
+    def body(_, tokens: jax.Array) -> jax.Array:
+        drafted = dataclasses.replace(
+            draft,
+            tokens=jnp.repeat(tokens[:, None], k, axis=1),
+            num_valid=jnp.full(len(tokens), k, jnp.int32),
+        )
+        # Depends on the step before, though it changes nothing: else XLA computes it only once.
+        same = logits + (tokens < 0)[:, None, None]
+        return jax.vmap(rule.verify)(drafted, same, sampling, noise).next_token
+
+    return jax.lax.fori_loop(0, steps, body, jnp.ones(logits.shape[0], jnp.int32))
 
 
 @jax.jit
@@ -292,11 +325,22 @@ def breakdown(
             sampling, keys, steps=steps,
         )  # fmt: skip
 
+    shape = (batch, k + 1, target.config.vocab_size)
+    logits = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     rows, *rest = fresh()
     one = functools.partial(propose, drafter, drafter_params, target.params, rule)
     drafted, _ = jax.vmap(one)(rows, *rest, sampling, Noise(keys, rows.length - 1))
+
+    def rule_only() -> Callable[[], Any]:
+        rows, *_ = fresh()
+        noise = Noise(keys, rows.length - 1)
+        return functools.partial(
+            rule_alone, rule, drafted, logits, sampling, noise, steps=steps
+        )  # fmt: skip
+
     large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
     parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
+    parts["rule"] = rule_only
     parts["read"] = lambda: functools.partial(_sum, large)
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 1):

@@ -8,6 +8,11 @@ SHAPES = {
         num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=1e5, tie_embeddings=True,
         context_length=8192,
     ),
+    "qwen25_1_5b": ModelConfig(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12,
+        num_kv_heads=2, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6, qkv_bias=True,
+        tie_embeddings=True, context_length=32768,
+    ),
     "qwen3_0_6b": ModelConfig(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16,
         num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6, qk_norm=True,

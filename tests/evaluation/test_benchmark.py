@@ -31,10 +31,11 @@ def exactly(seconds):
 def test_figures_by_hand():
     result = Breakdown(
         plain=exactly(0.010), cycle=exactly(0.025), draft=exactly(0.004), verify=exactly(0.020),
-        tau=3.0, weight_bytes=200_000_000, read_bandwidth=exactly(40e9),
+        rule=exactly(0.001), tau=3.0, weight_bytes=200_000_000, read_bandwidth=exactly(40e9),
     )  # fmt: skip
     assert result.bandwidth_share == pytest.approx(0.5)  # 20 GB/s of 40
     assert result.overhead_share == pytest.approx(0.04)  # 1 ms of 25
+    assert result.rule_share == pytest.approx(0.04)
     assert result.speedup == pytest.approx(1.2)  # 3 tokens in 25 ms against 30 ms
     assert result.predicted_speedup == pytest.approx(1.25)
     assert result.measured_over_predicted == pytest.approx(0.96)
@@ -189,7 +190,13 @@ def test_parts_depend_on_their_steps(tiny):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("smollm2_135m", 0.1345), ("qwen3_0_6b", 0.596), ("qwen3_8b", 8.19), ("llama31_8b", 8.03)],
+    [
+        ("smollm2_135m", 0.1345),
+        ("qwen25_1_5b", 1.544),
+        ("qwen3_0_6b", 0.596),
+        ("qwen3_8b", 8.19),
+        ("llama31_8b", 8.03),
+    ],
 )
 def test_shapes_have_the_published_size(name, billions):
     from flax import nnx
