@@ -110,8 +110,9 @@ def show(result: Breakdown) -> None:
         f"τ {result.tau:.2f}; speed-up {result.speedup:.2f}×, predicted "
         f"{result.predicted_speedup:.2f}× (measured / predicted "
         f"{result.measured_over_predicted:.2f}); overhead {100 * result.overhead_share:.1f} % of a "
-        f"cycle, rule {100 * result.rule_share:.1f} %\nplain decoding reads weights at {100 * result.bandwidth_share:.0f} % of the read "
-        f"bandwidth of {result.read_bandwidth.median / 1e9:.1f} GB/s",
+        f"cycle, rule {100 * result.rule_share:.1f} %\nplain decoding reads weights at "
+        f"{100 * result.bandwidth_share:.0f} % of the read bandwidth of "
+        f"{result.read_bandwidth.median / 1e9:.1f} GB/s",
         soft_wrap=True,
     )
 
