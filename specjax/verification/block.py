@@ -39,7 +39,7 @@ def block_law(draft: Draft, target: Rows | jax.Array) -> Law:
     nothing = jnp.zeros((), target[0].dtype)
     last, (weights, sums) = jax.lax.scan(step, nothing, jnp.arange(count))
     weights, sums = jnp.append(weights, jnp.exp(last)), jnp.append(sums, nothing)
-    failing = sums + 1 - weights
+    failing = sums + (1 - weights)  # exact where a weight is near 1
     stays = jnp.where(failing > 0, sums / jnp.where(failing > 0, failing, 1), 1)
     nodes = jnp.arange(count + 1)
     stays = jnp.where(

@@ -1,139 +1,222 @@
 """Exact laws of small cases: proves a rule lossless, without sampling noise.
 
-Models are tables over a small vocabulary: context (a tuple of tokens) → row of probabilities. A cycle
-draws every possible draft with its exact probability, asks the rule's law what becomes of it, and the
-law of the first H tokens is summed up. If one cycle is lossless in every context, any number is.
+Models are tables over a small vocabulary. Contexts are numbered as the nodes of a heap with V
+children: the empty one is 0, and token t after context c gives c · V + 1 + t. So a table is an array
+with one row of probabilities a context, and the law of a text is an array of masses.
+
+A cycle takes every draft with its exact probability (`DraftLaw`), asks the controller how much of it
+is valid and the rule's law what becomes of it. If one cycle is lossless in every context, any number
+is. A chain is the tree whose nodes have one child each.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.trees import Tree
 from specjax.types import Draft
 from specjax.verification.law import LawOf
 
 Context = tuple[int, ...]
-Table = Mapping[Context, np.ndarray]
-Output = dict[Context, float]
+# (context, drafted tokens [N]) → num_valid. Lossless ones decide about a token without looking at it.
+Controller = Callable[[Context, Context], int]
 
 
-def table(vocab: int, depth: int, rows: Callable[[Context], np.ndarray]) -> Table:
-    """All contexts of up to `depth` tokens, each with its row."""
-    contexts = (
-        context
-        for length in range(depth + 1)
-        for context in itertools.product(range(vocab), repeat=length)
-    )
-    return {context: np.asarray(rows(context), np.float64) for context in contexts}
+def contexts(vocab: int, depth: int) -> list[Context]:
+    """All of up to `depth` tokens, each at the place of its number."""
+    lengths = range(depth + 1)
+    return [x for length in lengths for x in itertools.product(range(vocab), repeat=length)]
 
 
-def sequence_law(target: Table, horizon: int, stop: int | None = None) -> Output:
-    """The law of the first `horizon` tokens of plain sampling, cut behind the stop token."""
-    law: Output = {}
-    _continue(law, (), 1.0, target, horizon, stop)
-    return law
+def number(context: Context, vocab: int) -> int:
+    """Of a context."""
+    return functools.reduce(lambda parent, token: parent * vocab + 1 + token, context, 0)
 
 
-def _continue(
-    law: Output, context: Context, mass: float, target: Table, horizon: int, stop: int | None
-) -> None:
-    """Adds what plain sampling makes of a context that has some mass."""
-    if len(context) >= horizon or (context and context[-1] == stop):
-        law[context[:horizon]] = law.get(context[:horizon], 0.0) + mass
-        return
-    for token, probability in enumerate(target[context]):
-        if probability > 0:
-            _continue(law, (*context, token), mass * probability, target, horizon, stop)
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftLaw:
+    """Every draft of a context, with its probability.
+
+    Attributes:
+      q: `[contexts, V]`, the drafter's table.
+      tree: the shape of its drafts.
+      sampled: siblings are drawn from the row of their path without replacement, and the draft
+        carries the rows they were drawn from; else they are the likeliest tokens, a point mass.
+    """
+
+    q: np.ndarray
+    tree: Tree
+    sampled: bool = True
+
+    def drafts(self, context: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The n drafts after a context.
+
+        Returns:
+          `[n, N]` tokens, `[n]` probabilities and `[n, N, V]` rows the tokens were drawn from, None
+          for a point mass. A row is zero where the elder siblings have taken all that had mass; then
+          the token is any of the others.
+        """
+        vocab = self.q.shape[1]
+        if max(map(len, self.tree.children)) > vocab:
+            raise ValueError(f"no node can have more children than the {vocab} tokens there are")
+        tokens = _distinct(self.tree, vocab)
+        if not self.sampled:
+            tokens = np.zeros((1, len(self.tree.parents)), int)
+            for siblings in self.tree.children:  # parents first
+                nodes = numbers(self.tree, tokens, context, vocab)
+                for rank, node in enumerate(siblings):
+                    row = self.q[nodes[0, self.tree.parents[node - 1]]]
+                    tokens[0, node - 1] = np.argsort(-row, kind="stable")[rank]
+            return tokens, np.ones(1), None
+        draft = np.arange(len(tokens))
+        rows = self.q[numbers(self.tree, tokens, context, vocab)[:, list(self.tree.parents)]]
+        probability = np.ones(len(tokens))
+        for siblings in self.tree.children:
+            for rank, node in enumerate(siblings):
+                for elder in siblings[:rank]:
+                    rows[draft, node - 1, tokens[:, elder - 1]] = 0
+                total = rows[:, node - 1].sum(-1, keepdims=True)
+                rows[:, node - 1] /= np.where(total > 0, total, 1)
+                drawn = rows[draft, node - 1, tokens[:, node - 1]]
+                probability *= np.where(total[:, 0] > 0, drawn, 1 / (vocab - rank))
+        return tokens, probability, rows
 
 
-def _drafts(drafter: Table, context: Context, k: int, vocab: int) -> Iterator:
-    """(draft, its probability, its rows `[K, V]`) of all drafts with positive probability."""
-    for tokens in itertools.product(range(vocab), repeat=k):
-        rows = [drafter[context + tokens[:i]] for i in range(k)]
-        probability = np.prod([row[token] for row, token in zip(rows, tokens, strict=True)])
-        if probability > 0:
-            yield tokens, float(probability), np.array(rows)
+@functools.lru_cache
+def _distinct(tree: Tree, vocab: int) -> np.ndarray:
+    """`[n, N]`: all tokens of a tree in which siblings differ."""
+    every = np.array(list(itertools.product(range(vocab), repeat=len(tree.parents))))
+    for siblings in tree.children:
+        for one, other in itertools.combinations(siblings, 2):
+            every = every[every[:, one - 1] != every[:, other - 1]]
+    return every
 
 
-def output_law(
-    target: Table,
-    drafter: Table,
+def numbers(tree: Tree, tokens: np.ndarray, context: int, vocab: int) -> np.ndarray:
+    """`[n, N + 1]`: the context at each node of drafts `[n, N]`."""
+    nodes = [np.full(len(tokens), context)]
+    for slot, parent in enumerate(tree.parents):
+        nodes.append(nodes[parent] * vocab + 1 + tokens[:, slot])
+    return np.stack(nodes, -1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exact:
+    """What speculative decoding makes of a case.
+
+    Attributes:
+      output: `[contexts]`, the law of the text: of the first cycles · (levels + 1) tokens, cut behind
+        the stop token.
+      plain: the same of plain sampling.
+      survival: `[levels]`, Pr[accepted ≥ 1], Pr[accepted ≥ 2], … of the first cycle.
+    """
+
+    output: np.ndarray
+    plain: np.ndarray
+    survival: np.ndarray
+
+    @property
+    def total_variation(self) -> float:
+        """½ Σ |output − plain|: 0 for a lossless rule."""
+        return float(np.abs(self.output - self.plain).sum() / 2)
+
+    @property
+    def accepted(self) -> float:
+        """E[accepted] of the first cycle."""
+        return float(self.survival.sum())
+
+
+def exact(
     law_of: LawOf,
+    target: np.ndarray,
+    drafts: DraftLaw,
     *,
-    vocab: int,
-    num_draft_tokens: int,
-    horizon: int,
+    num_valid: Controller | int | None = None,
     cycles: int = 1,
-    num_valid: Callable[[Context], int] | None = None,
-    point_mass: bool = False,
     stop: int | None = None,
-    dtype: jax.typing.DTypeLike = jnp.float64,
-) -> tuple[Output, float]:
-    """The exact law of the first tokens that speculative decoding commits.
+    dtype: jax.typing.DTypeLike = np.float64,
+) -> Exact:
+    """The exact law of what speculative decoding commits.
 
     Args:
-      target, drafter: rows for all contexts of up to `horizon` (target) or
-        cycles · (K + 1) − 1 (drafter) tokens.
       law_of: the rule's law.
-      vocab, num_draft_tokens: V and K.
-      horizon: tokens compared; at least cycles · (K + 1). Past the cycles the target goes on.
-      cycles: cycles that are enumerated one after another.
-      num_valid: the controller: length of the draft, from the tokens before it; K by default.
-      point_mass: the drafter's rows are one-hot and passed as such (`log_q` is None).
+      target: `[contexts, V]`, the target's table for all contexts of up to cycles · (levels + 1)
+        tokens; the drafter's has as many rows.
+      drafts: how the draft is chosen.
+      num_valid: the controller, or a constant; all N tokens by default. Tokens that are not valid are
+        replaced by others before the rule sees them.
+      cycles: cycles that are enumerated one after another; then the target goes on alone.
       stop: a stop token; what is committed after it is dropped.
-      dtype: in which the law is computed.
+      dtype: in which the law is computed: float64, or float32 as in use.
 
-    Returns:
-      The law of the sequences, and the mean number of accepted tokens of the first cycle.
+    Raises:
+      ValueError: the rule's, where it cannot verify such drafts.
     """
-    law: Output = {}
-    evaluate = jax.jit(_evaluate, static_argnames="law_of")
+    vocab, horizon = target.shape[1], cycles * (drafts.tree.depth + 1)
+    names = contexts(vocab, horizon)
+    mass, plain = np.zeros(len(names)), np.zeros(len(names))
+    mass[0] = plain[0] = 1
+    survival = np.zeros(drafts.tree.depth)
+    for cycle in range(cycles):
+        before, mass = mass, np.zeros(len(names))
+        for context in np.flatnonzero(before):
+            if names[context][-1:] == (stop,):
+                mass[context] += before[context]
+                continue
+            tokens, probability, q = drafts.drafts(context)
+            tokens, valid = _invalidate(tokens, num_valid, names[context], vocab)
+            nodes = numbers(drafts.tree, tokens, context, vocab)
+            ends, rows = _evaluate(law_of, drafts.tree, tokens, q, valid, target[nodes], dtype)
+            ends = ends * probability[:, None]
+            if cycle == 0:
+                deep = np.array(drafts.tree.depths) > np.arange(drafts.tree.depth)[:, None]
+                survival = deep @ ends.sum(0)
+            total = rows.sum(-1, keepdims=True)
+            weights = before[context] * ends[..., None] * rows / np.where(total > 0, total, 1)
+            texts = nodes[..., None] * vocab + 1 + np.arange(vocab)
+            weights = np.where(ends[..., None] != 0, weights, 0)
+            mass += np.bincount(texts.ravel(), weights.ravel(), len(names))
+        _cut(mass, vocab, stop)
+    for law in (mass, plain):
+        _continue(law, target, horizon, stop)
+    return Exact(mass, plain, survival)
 
-    def cycle(context: Context, mass: float, left: int) -> float:
-        if not left or (context and context[-1] == stop):
-            _continue(law, context, mass, target, horizon, stop)
-            return 0.0
-        drafts = list(_drafts(drafter, context, num_draft_tokens, vocab))
-        with np.errstate(divide="ignore"):
-            log_q = np.log(np.array([rows for *_, rows in drafts]), dtype=np.float64)
-            log_p = np.log(
-                [
-                    [target[context + tokens[:i]] for i in range(num_draft_tokens + 1)]
-                    for tokens, *_ in drafts
-                ]
-            )
-        valid = num_draft_tokens if num_valid is None else num_valid(context)
+
+def _invalidate(
+    tokens: np.ndarray, num_valid: Controller | int | None, context: Context, vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts `[n, N]` with other tokens where they are not valid, and `[n]` num_valid."""
+    count = tokens.shape[1]
+    if callable(num_valid):
+        valid = np.array([num_valid(context, tuple(map(int, draft))) for draft in tokens])
+    else:
+        valid = np.full(len(tokens), count if num_valid is None else num_valid)
+    return np.where(np.arange(count) < valid[:, None], tokens, (tokens + 1) % vocab), valid
+
+
+def _evaluate(law_of, tree, tokens, q, valid, p, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Ends `[n, N + 1]` and next-token rows `[n, N + 1, V]` of n drafts, as float64."""
+    chain = tree == Tree.chain(len(tree.parents))
+    with jax.enable_x64(dtype == np.float64), np.errstate(divide="ignore"):
         batch = Draft(
-            jnp.asarray([tokens for tokens, *_ in drafts], jnp.int32),
-            None if point_mass else jnp.asarray(log_q, dtype),
-            jnp.full(len(drafts), valid, jnp.int32),
+            jnp.asarray(tokens, jnp.int32),
+            None if q is None else jnp.asarray(np.log(q), dtype),
+            jnp.asarray(valid, jnp.int32),
+            None if chain else tree,
         )
-        accepted, rows = jax.device_get(evaluate(batch, jnp.asarray(log_p, dtype), law_of=law_of))
-        mean = 0.0
-        for (tokens, probability, _), chances, weights in zip(drafts, accepted, rows, strict=True):
-            for count, chance in enumerate(chances.astype(np.float64)):
-                if chance <= 0:
-                    continue
-                mean += probability * chance * count
-                row = weights[count].astype(np.float64)
-                for token in np.flatnonzero(row):
-                    kept = _cut((*tokens[:count], int(token)), stop)
-                    share = mass * probability * chance * row[token] / row.sum()
-                    cycle(context + kept, share, left - 1)
-        return mean
-
-    mean_accepted = cycle((), 1.0, cycles)
-    return law, mean_accepted
+        laws = _laws(law_of, batch, jnp.asarray(np.log(p), dtype))
+        return tuple(np.asarray(x, np.float64) for x in laws)
 
 
-def _evaluate(drafts: Draft, targets: jax.Array, law_of: LawOf) -> tuple[jax.Array, jax.Array]:
-    """`accepted` `[n, K + 1]` and all next-token rows `[n, K + 1, V]` of a batch of drafts."""
-
+@functools.partial(jax.jit, static_argnames="law_of")
+def _laws(law_of: LawOf, drafts: Draft, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     def one(draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         law = law_of(draft, target)
         return law.terminal, jax.vmap(law.next_weights)(jnp.arange(target.shape[0]))
@@ -141,10 +224,24 @@ def _evaluate(drafts: Draft, targets: jax.Array, law_of: LawOf) -> tuple[jax.Arr
     return jax.vmap(one)(drafts, targets)
 
 
-def _cut(tokens: Context, stop: int | None) -> Context:
-    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+def _cut(mass: np.ndarray, vocab: int, stop: int | None) -> None:
+    """Drops what stands behind a stop token."""
+    parents = (np.arange(len(mass)) - 1) // vocab
+    behind = np.zeros(len(mass), bool)
+    for context in range(vocab + 1, len(mass)):
+        parent = parents[context]
+        behind[context] = behind[parent] or (parent - 1) % vocab == stop
+    for context in np.flatnonzero(behind)[::-1]:
+        mass[parents[context]] += mass[context]
+        mass[context] = 0
 
 
-def total_variation(one: Output, other: Output) -> float:
-    """½ Σ |p − q| over all sequences that either law knows."""
-    return 0.5 * sum(abs(one.get(x, 0.0) - other.get(x, 0.0)) for x in one.keys() | other.keys())
+def _continue(mass: np.ndarray, target: np.ndarray, horizon: int, stop: int | None) -> None:
+    """Plain sampling up to the horizon."""
+    vocab, first, size = target.shape[1], 0, 1
+    for _ in range(horizon):
+        level = np.arange(first, first + size)
+        going = np.where((level > 0) & ((level - 1) % vocab == stop), 0, mass[level])
+        mass[level] -= going
+        first, size = first + size, size * vocab
+        mass[first : first + size] += (going[:, None] * target[level]).ravel()

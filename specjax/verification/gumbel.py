@@ -34,10 +34,10 @@ def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: No
         return Verdict(node, sample(log_probs(target_logits[node], sampling), gumbel))
 
     def child(at: Verdict) -> jax.Array:
-        """The number of the child that holds the target's token, 0 if there is none."""
+        """The number of the first child that holds the target's token, 0 if there is none."""
         same = (draft.tokens == at.next_token) & (slots < draft.num_valid)
         same &= jnp.asarray(parents) == at.node
-        return jnp.max(jnp.where(same, slots + 1, 0), initial=0)
+        return jnp.where(same.any(), jnp.argmax(same) + 1, 0).astype(jnp.int32)
 
     return jax.lax.while_loop(
         lambda at: child(at) > 0, lambda at: choose(child(at)), choose(jnp.int32(0))

@@ -72,7 +72,13 @@ def rule_of(law_of: LawOf, drafts: Drafts = Drafts.SAMPLED) -> Rule:
         return sample_verdict(Law(jnp.ones(1), lambda _: jnp.exp(target[0])), noise)
 
     verify.__doc__ = law_of.__doc__
+    verify.law_of = law_of
     return Rule(verify, drafts)
+
+
+def law_of_rule(rule: Rule) -> LawOf | None:
+    """The law that a rule was made of, None if it was written as a function of its own."""
+    return getattr(rule.verify, "law_of", None)
 
 
 def require_chain(draft: Draft, name: str) -> None:

@@ -110,7 +110,7 @@ class Siblings:
         ratio = weight * row[token] / jnp.where(possible, drafter[token], 1)
         left = jnp.maximum(weight * row - drafter, 0)
         mass = left.sum()
-        failing = mass + 1 - weight
+        failing = mass + (1 - weight)  # exact where the weight is near 1
         after = jnp.where(failing > 0, mass / jnp.where(failing > 0, failing, 1), 1)
         some = valid & (mass > 0)
         return (

@@ -19,8 +19,8 @@ def tree_match_law(draft: Draft, target: Rows | jax.Array) -> Law:
     most that a fixed tree allows.
 
     Args:
-      draft: a tree whose siblings differ and whose shape and tokens are no random choice, or a chain
-        of point masses.
+      draft: a tree whose shape and tokens are no random choice, or a chain of point masses. Of
+        siblings with the same token the first counts.
       target: the N + 1 rows of its log-probabilities.
     """
     if draft.log_q is not None:
@@ -31,13 +31,15 @@ def tree_match_law(draft: Draft, target: Rows | jax.Array) -> Law:
     parents, levels = draft.shape
     parents = jnp.asarray(parents, jnp.int32)
     count = draft.tokens.shape[0]
-    valid = jnp.arange(count) < draft.num_valid
+    slots = jnp.arange(count)
+    same = (draft.tokens[:, None] == draft.tokens) & (parents[:, None] == parents)
+    valid = (slots < draft.num_valid) & ~jnp.any(same & (slots < slots[:, None]), -1)
 
     def children(node: jax.Array) -> jax.Array:
         return target[node].at[draft.tokens].get(mode="clip")  # invalid slots may hold anything
 
     rows = jax.lax.map(children, jnp.arange(count + 1))  # log p of all tokens after every node
-    log_p = jnp.where(valid, rows[parents, jnp.arange(count)], -jnp.inf)
+    log_p = jnp.where(valid, rows[parents, slots], -jnp.inf)
     paths = jnp.exp(jnp.where(trees.reach(parents, levels), jnp.append(0.0, log_p), 0).sum(-1))
     followed = jnp.zeros_like(paths).at[parents].add(jnp.exp(log_p))
 

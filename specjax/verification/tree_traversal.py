@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.trees import Tree
 from specjax.types import Draft
 from specjax.verification.law import Law, Rows, rule_of
 from specjax.verification.siblings import Siblings, require_sampled_tree
@@ -25,18 +26,22 @@ def tree_traversal_law(draft: Draft, target: Rows | jax.Array) -> Law:
     tree = require_sampled_tree(draft, "tree_traversal")
     siblings = Siblings(draft, target, tree, inherits=True)
     accept, after = siblings.all()
-    terminal = {}
+    return Law(leaves_first(tree, after), lambda node: siblings.after_all(accept, node))
+
+
+def leaves_first(tree: Tree, stays: jax.Array) -> jax.Array:
+    """`[N + 1]`: where the path ends if nodes are tried after their children, one coin for each."""
+    ends = {}
 
     def visit(node: int, alive: jax.Array) -> jax.Array:
         """The probability that nothing was accepted, up to and including this node's subtree."""
         for child in tree.children[node]:
             alive = visit(child, alive)
-        terminal[node] = alive * after[node]
-        return alive * (1 - after[node])
+        ends[node] = alive * stays[node]
+        return alive * (1 - stays[node])
 
-    visit(0, jnp.ones((), accept.dtype))
-    ends = jnp.stack([terminal[node] for node in range(len(tree.children))])
-    return Law(ends, lambda node: siblings.after_all(accept, node))
+    visit(0, jnp.ones((), stays.dtype))
+    return jnp.stack([ends[node] for node in range(len(tree.children))])
 
 
 tree_traversal = rule_of(tree_traversal_law)
