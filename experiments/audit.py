@@ -160,7 +160,7 @@ def show_rules(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(
             row["rule"], row["drafts"], f"{row['total_variation']:.1e}", f"{row['accepted']:.3f}",
-            f"{row['gain_percent']:+.1f} %", f"{row['smallest_gain'] + 0.0:+.3f}".replace("-0.000", "+0.000"),
+            f"{row['gain_percent']:+.1f} %", f"{round(row['smallest_gain'], 3) + 0.0:+.3f}",
         )  # fmt: skip
     CONSOLE.print(table)
 

@@ -173,7 +173,7 @@ def exact(
             tokens, probability, q = drafts.drafts(context)
             tokens, valid = _invalidate(tokens, num_valid, names[context], vocab)
             nodes = numbers(drafts.tree, tokens, context, vocab)
-            ends, rows = _evaluate(law_of, drafts.tree, tokens, q, valid, target[nodes], dtype)
+            ends, rows = evaluate(law_of, drafts.tree, tokens, q, valid, target[nodes], dtype)
             ends = ends * probability[:, None]
             if cycle == 0:
                 deep = np.array(drafts.tree.depths) > np.arange(drafts.tree.depth)[:, None]
@@ -201,14 +201,34 @@ def _invalidate(
     return np.where(np.arange(count) < valid[:, None], tokens, (tokens + 1) % vocab), valid
 
 
-def _evaluate(law_of, tree, tokens, q, valid, p, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Ends `[n, N + 1]` and next-token rows `[n, N + 1, V]` of n drafts, as float64."""
+def evaluate(
+    law_of: LawOf,
+    tree: Tree,
+    tokens: np.ndarray,
+    q: np.ndarray | None,
+    num_valid: np.ndarray,
+    p: np.ndarray,
+    dtype: jax.typing.DTypeLike = np.float64,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a law makes of n drafts.
+
+    Args:
+      law_of: the law.
+      tree: the shape of the drafts.
+      tokens, q: `[n, N]`, and `[n, N, V]` or None.
+      num_valid: `[n]`.
+      p: `[n, N + 1, V]`, the target's rows.
+      dtype: in which it is computed.
+
+    Returns:
+      `[n, N + 1]`, probability of each end, and `[n, N + 1, V]`, weights of the next token there.
+    """
     chain = tree == Tree.chain(len(tree.parents))
     with jax.enable_x64(dtype == np.float64), np.errstate(divide="ignore"):
         batch = Draft(
             jnp.asarray(tokens, jnp.int32),
             None if q is None else jnp.asarray(np.log(q), dtype),
-            jnp.asarray(valid, jnp.int32),
+            jnp.asarray(num_valid, jnp.int32),
             None if chain else tree,
         )
         laws = _laws(law_of, batch, jnp.asarray(np.log(p), dtype))
