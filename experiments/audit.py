@@ -10,6 +10,7 @@ own: `module:name` of a law (`specjax.verification.law.LawOf`) or of a `Rule` ma
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -43,15 +44,13 @@ def main() -> None:
     """Audits, prints as it goes, writes."""
     launch.check_writable(_JSON.value)
     rules = {_RULE.value: load_rule(_RULE.value)} if _RULE.value else RULES
-    base = {drafts: beside(drafts) for drafts in DRAFTS}
-
     rows, identical, planted = [], [], []
     for name, rule in rules.items():
         law_of = law_of_rule(rule) if isinstance(rule, Rule) else rule
         if law_of is None:
             identical += identity(name, rule)
         else:
-            rows += audit(name, law_of, base)
+            rows += audit(name, law_of)
     if rows:
         show_rules(rows)
     for row in identical:
@@ -87,6 +86,7 @@ def load_rule(spec: str) -> Rule | LawOf:
     return found
 
 
+@functools.cache
 def beside(drafts: str) -> dict[tuple[str, cases.Shape], float]:
     """E[accepted] of what a rule is compared with, by case and shape."""
     shapes, sampled = DRAFTS[drafts]
@@ -95,7 +95,7 @@ def beside(drafts: str) -> dict[tuple[str, cases.Shape], float]:
     return cases.audit(law_of_rule(RULES["token"]), shapes, sampled=sampled).accepted
 
 
-def audit(name: str, law_of: LawOf, base: dict[str, dict]) -> list[dict[str, Any]]:
+def audit(name: str, law_of: LawOf) -> list[dict[str, Any]]:
     """A row for each kind of draft that the rule accepts.
 
     Raises:
@@ -113,7 +113,7 @@ def audit(name: str, law_of: LawOf, base: dict[str, dict]) -> list[dict[str, Any
                 f"{name} is no law (draft, target) → Law for {drafts} (one that cannot verify them "
                 f"raises ValueError): {type(error).__name__}: {error}"
             ) from error
-        accepted, others = result.accepted, base[drafts]
+        accepted, others = result.accepted, beside(drafts)
         mean, reference = (np.mean(list(x.values())) for x in (accepted, others))
         rows.append(
             {

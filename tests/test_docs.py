@@ -1,0 +1,39 @@
+"""The code in docs/ runs, and the commands print what the page says."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs/adding_a_rule.md").read_text("utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^python -m (experiments\.audit .*)$", PAGE, re.MULTILINE)
+
+
+def test_every_block_runs():
+    names = {}
+    for block in PYTHON:
+        exec(compile(block, "docs/adding_a_rule.md", "exec"), names)
+    assert int(names["verdict"].node) in range(3)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_audit_says_what_the_page_says(command, tmp_path):
+    (tmp_path / "lenience.py").write_text(PYTHON[0], "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "SPECJAX_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    if command.endswith(":strict"):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("+0.0 %") == 2
+    else:
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("audit: lenience:lenient is not lossless: TV ")
