@@ -1,8 +1,8 @@
 """Shapes of drafted trees: which node continues which.
 
 Nodes are numbered as they lie in the verified block: 0 is the anchor, node i is drafted token i − 1.
-Parents come before their children and shallow nodes before deep ones, so the first n nodes of a
-tree are a tree. A chain is the tree whose nodes have one child each.
+They lie level by level, and within a level in the order of their parents, so the first n nodes of
+a tree are a tree. A chain is the tree whose nodes have one child each.
 
 ```
 parents (0, 0, 1, 1, 2)        0 ─┬─ 1 ─┬─ 3
@@ -38,8 +38,8 @@ class Tree:
     def __post_init__(self):
         if any(not 0 <= parent <= i for i, parent in enumerate(self.parents)):
             raise ValueError(f"a parent must come before its children, got {self.parents}")
-        if list(self.depths) != sorted(self.depths):
-            raise ValueError(f"shallow nodes must come before deep ones, got {self.parents}")
+        if list(self.parents) != sorted(self.parents):
+            raise ValueError(f"children must lie in the order of their parents, got {self.parents}")
 
     @classmethod
     def chain(cls, num_draft_tokens: int) -> Tree:

@@ -75,9 +75,8 @@ def propose(
     context = Context(row.tokens, row.length, cache, sampling)
     draft, state = drafter.propose(drafter_params, params, state, context, noise)
     room = jnp.where(row.running, row.limit - row.length - 1, 0)
-    fitting = jnp.sum(draft.depths() <= room, dtype=jnp.int32) - 1
-    fitting = jnp.clip(draft.num_valid, 0, jnp.maximum(fitting, 0))
-    return dataclasses.replace(draft, num_valid=fitting), state
+    fitting = jnp.cumprod(draft.depths()[1:] <= room, dtype=jnp.int32).sum()
+    return dataclasses.replace(draft, num_valid=jnp.clip(draft.num_valid, 0, fitting)), state
 
 
 def verify(
