@@ -171,7 +171,7 @@ def show_faults(planted: list[dict[str, Any]]) -> None:
     table.add_column("fault")
     table.add_column("betrayed by", overflow="fold")
     for row in planted:
-        betrayed = row["test"] or f"TV {row['total_variation']:.4f}"
+        betrayed = row["test"] or f"TV {row['total_variation']:.1e}"
         table.add_row(row["fault"], betrayed)
     CONSOLE.print(table)
 
