@@ -70,8 +70,10 @@ class Tree:
         ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         numbers = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
         for path in ordered:
+            if not path or min(path) < 0:
+                raise ValueError(f"a tree path is one rank a level, from 0, got {path}")
             elder = (*path[:-1], path[-1] - 1)
-            if not path or path[:-1] not in numbers or (path[-1] > 0 and elder not in numbers):
+            if path[:-1] not in numbers or (path[-1] > 0 and elder not in numbers):
                 raise ValueError(f"tree path {path} has no parent or no elder sibling")
         if len(numbers) != len(ordered) + 1:
             raise ValueError("a tree path is given twice")
