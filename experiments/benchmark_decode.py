@@ -90,6 +90,7 @@ def main() -> None:
         **sampling,
         "batch": _BATCH.value,
         "max_len": _MAX_LEN.value,
+        "tree": _TREE.value,
         "dtype": target.dtype.name,
         **launch.machine(),
     }

@@ -14,6 +14,7 @@ import contextlib
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -111,6 +112,8 @@ def start_peer(
         return contextlib.nullcontext()
     if _SAMPLING["temperature"].value:
         raise ValueError("--peer compares at temperature 0 only")
+    if jax.default_backend() != "cpu" or target.dtype != np.float32:
+        raise ValueError("--peer compares in float32 on a CPU only")
     pairs = [drafter_and_params(drafter) for drafter in drafters.values()]
     models = [
         Target("assistant", drafter.config, params)

@@ -21,7 +21,7 @@ from specjax.evaluation.compare import Comparison, compare
 from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
 from specjax.models.target import Target
-from specjax.types import DecodeResult, Drafter, Progress
+from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
 
 _TARGET = launch.define_target()
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
@@ -63,7 +63,11 @@ def main() -> None:
 
 
 def answer(
-    target: Target, drafter: Drafter | None, index: int, prompt: str, report: Progress | None
+    target: Target,
+    drafter: Drafter | LoadedDrafter | None,
+    index: int,
+    prompt: str,
+    report: Progress | None,
 ) -> tuple[DecodeResult, Comparison | None]:
     """The answer to one prompt, and the comparison with plain decoding if it was asked for.
 
@@ -152,6 +156,9 @@ def summary(
         "drafter": _DRAFTER.value,
         "num_draft_tokens": answers[0][0].num_draft_tokens,
         "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "rule": _RULE.value,
+        "tree": _TREE.value,
+        **{name: flag.value for name, flag in _SAMPLING.items()},
         "dtype": target.dtype.name,
         **launch.machine(),
         "answers": [{"prompt": p, **row} for p, row in zip(_PROMPTS.value, rows, strict=True)],

@@ -3,7 +3,8 @@
 Counts are numpy arrays of any equal shapes, one entry a cycle; entries whose `committed` is 0 are
 padding (a row that had ended) and count nowhere. All figures are pooled over what they are given.
 
-* `drafted`: valid drafted tokens of the cycle. Where a stop token cut the draft, only those up to
+* `drafted`: valid drafted tokens of the cycle; in a tree the deepest valid level below the accepted
+  path. Where a stop token cut the draft, only those up to
   it: the ones behind it were never in play.
 * `accepted`: drafted tokens kept, 0…drafted.
 * `committed`: tokens the cycle committed: accepted + 1, the correction or bonus token included;
@@ -46,7 +47,7 @@ def tau_interval(
     return float(low), float(high)
 
 
-def survival(accepted: np.ndarray, committed: np.ndarray, num_draft_tokens: int) -> np.ndarray:
+def survival(accepted: np.ndarray, committed: np.ndarray, depth: int) -> np.ndarray:
     """J_k = Pr[accepted ≥ k] for k = 1…K: per position, *unconditional*.
 
     τ = 1 + Σ J_k, less the token that a cycle cut short by a stop token did not commit.
@@ -55,11 +56,11 @@ def survival(accepted: np.ndarray, committed: np.ndarray, num_draft_tokens: int)
       `[K]` float64.
     """
     kept = accepted[committed > 0]
-    return np.array([np.mean(kept >= k) if kept.size else np.nan for k in _ranks(num_draft_tokens)])
+    return np.array([np.mean(kept >= k) if kept.size else np.nan for k in _ranks(depth)])
 
 
 def alpha(
-    accepted: np.ndarray, drafted: np.ndarray, committed: np.ndarray, num_draft_tokens: int
+    accepted: np.ndarray, drafted: np.ndarray, committed: np.ndarray, depth: int
 ) -> np.ndarray:
     """α_k: accepted / tried at position k, *conditional* on all before it being accepted.
 
@@ -70,11 +71,11 @@ def alpha(
     """
     alive = committed > 0
     rates = []
-    for k in _ranks(num_draft_tokens):
+    for k in _ranks(depth):
         tried = np.sum(alive & (drafted >= k) & (accepted >= k - 1))
         rates.append(np.sum(alive & (accepted >= k)) / tried if tried else np.nan)
     return np.array(rates)
 
 
-def _ranks(num_draft_tokens: int) -> range:
-    return range(1, num_draft_tokens + 1)
+def _ranks(depth: int) -> range:
+    return range(1, depth + 1)

@@ -17,6 +17,7 @@ COMMANDS = re.findall(r"^python -m (experiments\.audit .*)$", PAGE, re.MULTILINE
 
 
 def test_every_block_runs():
+    assert len(PYTHON) == 3 and len(COMMANDS) == 2
     names = {}
     for block in PYTHON:
         exec(compile(block, "docs/adding_a_rule.md", "exec"), names)

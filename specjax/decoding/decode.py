@@ -85,7 +85,7 @@ def decode(
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(sorted(RULES))}")
     ids = encode_prompts(target, prompts, chat)
     budgets = _budgets(max_new_tokens, len(ids))
-    sampling = _sampling(len(ids), temperature, top_k, top_p, min_p)
+    sampling = sampling_of(len(ids), temperature, top_k, top_p, min_p)
     keys = None if sampling is None else _request_keys(key, len(ids))
     rule = greedy if sampling is None else RULES.get(rule, rule)
     drafter, drafter_params = drafter_and_params(drafter)
@@ -200,7 +200,9 @@ def _budgets(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
     return np.broadcast_to(np.minimum(budgets, 2**30), batch)
 
 
-def _sampling(batch: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Sampling | None:
+def sampling_of(
+    batch: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any
+) -> Sampling | None:
     """The rows' parameters, checked; None where all are greedy, a filter None where none uses it."""
 
     def per_row(name, given, valid, allowed, neutral, dtype=np.float32):

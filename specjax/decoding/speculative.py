@@ -104,12 +104,12 @@ def verify(
     start = row.length - 1
     out = model(block, start + draft.depths(), cache, start, draft.mask(), taps)
     logits = model.head(out.hidden)
-    verdict = rule.verify(draft, logits, sampling, noise)
     # Nothing behind logits that are not finite holds, though an infinite one has an argmax.
-    nodes, accepted = draft.path(verdict.node)
-    sound = jnp.cumprod(jnp.isfinite(logits.max(-1))[nodes].astype(jnp.int32)).sum()
-    verdict = dataclasses.replace(verdict, node=nodes[jnp.minimum(accepted, sound)])
-    return out.padded_to(num_draft_tokens + 1), verdict, sound > accepted
+    finite = jnp.isfinite(logits.max(-1))
+    sound = jnp.cumprod(finite.astype(jnp.int32)).sum()
+    draft = dataclasses.replace(draft, num_valid=jnp.minimum(draft.num_valid, sound))
+    verdict = rule.verify(draft, logits, sampling, noise)
+    return out.padded_to(num_draft_tokens + 1), verdict, finite[verdict.node]
 
 
 def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
@@ -152,9 +152,17 @@ def commit(
     # Where a stop token (or NaN) cut the cycle short, only the drafts up to it were in play.
     cut = committed <= accepted
     accepted = jnp.minimum(accepted, committed)
-    drafted = jnp.where(cut, accepted, draft.depths()[draft.num_valid])
+    drafted = jnp.where(cut, accepted, levels_below(draft, verdict.node))
     counts = jax.tree.map(lambda x: x.astype(jnp.int32), Counts(accepted, drafted, committed))
     return row, cache, state, counts
+
+
+def levels_below(draft: Draft, node: jax.Array) -> jax.Array:
+    """The depth of the deepest valid token that continues a node, its own if there is none."""
+    if draft.topology is None:
+        return draft.num_valid
+    continues = draft.mask()[:, node] & (jnp.arange(draft.tokens.shape[0] + 1) <= draft.num_valid)
+    return jnp.max(jnp.where(continues, draft.depths(), 0))
 
 
 @functools.partial(

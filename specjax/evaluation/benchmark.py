@@ -276,7 +276,7 @@ def breakdown(
         raise ValueError(
             f"{steps} cycles of K={k} need max_len ≥ {length + steps * (k + 1)}, got {max_len}"
         )
-    sampling = decoding._sampling(batch, temperature, top_k, top_p, min_p)
+    sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), batch)
 

@@ -161,6 +161,8 @@ def evaluate(
         mode = PEER_MODES.get(type(drafter)) if name else "plain"
         if peer is None or mode is None or (name and batch > 1):
             return []
+        if name and drafter.draft_depth < drafter.num_draft_tokens:
+            return []  # transformers drafts chains only
         k, budget = drafter.num_draft_tokens if name else 0, options.get("max_new_tokens", 128)
         return [peer.decode(rows, mode=mode, num_draft_tokens=k, max_new_tokens=budget)]
 

@@ -1,4 +1,4 @@
-"""Verification rules, one file each. They know distributions, not networks.
+"""Verification rules, one file each, and what proves them. They know distributions, not networks.
 
 `RULES` are those of the sampling mode, by name. In the greedy mode every rule is `greedy`: a target
 that is one-hot leaves no other choice.

@@ -37,7 +37,8 @@ def verify(draft: Draft, target_logits: jax.Array, sampling: Sampling, noise: No
         """The number of the first child that holds the target's token, 0 if there is none."""
         same = (draft.tokens == at.next_token) & (slots < draft.num_valid)
         same &= jnp.asarray(parents) == at.node
-        return jnp.where(same.any(), jnp.argmax(same) + 1, 0).astype(jnp.int32)
+        first = jnp.min(jnp.where(same, slots, len(slots)), initial=len(slots))
+        return jnp.where(first < len(slots), first + 1, 0)
 
     return jax.lax.while_loop(
         lambda at: child(at) > 0, lambda at: choose(child(at)), choose(jnp.int32(0))

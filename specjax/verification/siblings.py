@@ -59,9 +59,10 @@ class Siblings:
         Returns:
           `[N + 1]` r of every node (1 for the anchor), and `[N + 1]` a behind its last child.
         """
-        parents = np.array(self.tree.parents)
-        order = np.argsort(parents, kind="stable")  # a node's own r is known before its children's
-        first = np.append(True, np.diff(parents[order]) > 0)
+        parents = np.array(
+            self.tree.parents
+        )  # in order: a node's own r comes before its children's
+        first = np.append(True, np.diff(parents) > 0)
         ones = jnp.ones(len(parents) + 1, self.draft.log_q.dtype)
 
         def step(carry, edge):
@@ -76,7 +77,8 @@ class Siblings:
             return (row, weight, accept.at[child].set(ratio), after.at[parent].set(weight)), None
 
         row = jnp.zeros_like(self.target[0])
-        edges = jnp.asarray(parents[order]), jnp.asarray(order + 1), jnp.asarray(first)
+        nodes = jnp.arange(1, len(parents) + 1)
+        edges = jnp.asarray(parents), nodes, jnp.asarray(first)
         (_, _, accept, after), _ = jax.lax.scan(step, (row, ones[0], ones, ones), edges)
         leaf = np.array([not children for children in self.tree.children])
         begins = jax.vmap(self._begin, (None, 0))(accept, jnp.arange(len(leaf)))

@@ -167,7 +167,7 @@ def test_a_draft_that_cannot_be_verified_is_refused(name, wrong, why, instead):
         RULES[name].verify(wrong, jnp.zeros((3, 3)), Sampling(jnp.float32(1)), noise)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", RULES)
 def test_a_pass_over_the_anchor_alone_draws_from_the_target(name):
     empty = Draft(jnp.zeros(0, jnp.int32), None, jnp.int32(0))
     logits = jnp.log(jnp.array([[0, 1.0, 0]]))
