@@ -51,7 +51,8 @@ class Draft:
         its elder siblings are not the token: sampling without replacement.
       num_valid: `[]` int32, 0…K; 0 means that the drafter has nothing to offer in this cycle.
       topology: static; None for a chain.
-      parents: `[N]` int32, of a tree whose shape is traced.
+      parents: `[N]` int32, of a tree whose shape is traced, in ascending order; those of tokens that
+        are not valid may hold anything.
     """
 
     tokens: jax.Array

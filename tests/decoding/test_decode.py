@@ -260,7 +260,7 @@ def test_progress_is_reported_and_changes_nothing(tiny, texts):
         ([1], {"max_len": 5000}, "max_len must be 1…4096 .the target's context., got 5000"),
         ([1], {"max_len": 0}, "max_len must be 1…4096"),
         ([1] * 4096, {}, "a prompt of 4096 tokens leaves no room .* context of 4096"),
-        ([1], {"rule": "typical"}, "unknown rule 'typical'; known: token"),
+        ([1], {"rule": "typical"}, "unknown rule 'typical'; known: block"),
         ([1], {"stop_tokens": [1.5]}, "stop_tokens: expected a list of token ids, got .1.5."),
         ([1], {"stop_tokens": 5}, "stop_tokens: expected a list of token ids, got 5"),
         ([1], {"stop_tokens": [[1, 2]]}, "stop_tokens: expected a list of token ids"),

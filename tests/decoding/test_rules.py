@@ -97,10 +97,13 @@ def expected_counts(prompt, text, shapes, nodes, valid, end):
         depths = shapes[turn].depths
         room = end - done - 1
         count = sum(depth <= room for depth in depths[1 : valid[turn] + 1])
-        way, node = [], nodes[turn]
-        while node:
-            way, node = [node, *way], shapes[turn].parents[node - 1]
-        accepted, drafted = sum(node <= count for node in way), depths[count]
+
+        def way(node, parents=shapes[turn].parents):
+            return [*way(parents[node - 1]), node] if node else [0]
+
+        kept = [node for node in way(nodes[turn]) if node <= count]
+        accepted = len(kept) - 1
+        drafted = max(depths[node] for node in range(count + 1) if kept[-1] in way(node))
         committed = min(accepted + 1, len(text) - done)
         if committed <= accepted:
             accepted = drafted = committed
@@ -242,7 +245,7 @@ def temporaries(kind, rule):
     rows = decoding._rows([np.ones(3, np.int32)] * batch, np.full(batch, 64), max_len, max_len)
     empty = KVCache.zeros(config, max_len, jnp.float32)
     cache, state = decoding._broadcast((empty, loaded.drafter.init_state(max_len)), batch)
-    sampling, keys = decoding._sampling(batch, 0.8, 0, 1.0, 0.0), None
+    sampling, keys = decoding.sampling_of(batch, 0.8, 0, 1.0, 0.0), None
     if rule is greedy:
         sampling = None
     else:
