@@ -24,6 +24,7 @@ def test_every_block_runs():
     assert int(names["verdict"].node) in range(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_audit_says_what_the_page_says(command, tmp_path):
     (tmp_path / "lenience.py").write_text(PYTHON[0], "utf-8")

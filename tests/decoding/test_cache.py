@@ -135,7 +135,7 @@ def temporaries(kind, max_len, sampled, batch=2):
     zero, stops = jnp.int32(0), jnp.zeros(0, jnp.int32)
     rule, sampling, keys = greedy, None, None
     if sampled:
-        sampling = decoding._sampling(batch, 0.8, 20, 0.9, 0.01)
+        sampling = decoding.sampling_of(batch, 0.8, 20, 0.9, 0.01)
         rule, keys = RULES["token"], decoding._request_keys(jax.random.key(0), batch)
     if kind == "plain":
         lowered = plain_loop.lower(

@@ -25,7 +25,12 @@ from tests.fakes import PROMPTS, reference_text
 from tests.statistics import chi_square_limit, g_statistic
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-FAMILIES = ("llama_tied", "llama3_scaled", "qwen2", "qwen3", "gemma3")
+FAMILIES = (
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama_tied", "llama3_scaled", "qwen2")),
+    "qwen3",
+    "gemma3",
+)
+SOME_K = [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 8)), 4]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def texts(tiny):
 
 
 @pytest.mark.parametrize("name", ["draft_lm", "early_exit"])
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", SOME_K)
 def test_greedy_text_is_plain_text(tiny, small, texts, name, k):
     drafter = every_drafter(tiny, small, k)[name]
     result = specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40)
@@ -60,7 +65,7 @@ def test_greedy_text_is_plain_text(tiny, small, texts, name, k):
     assert single.tokens[0].tolist() == texts[1]
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", SOME_K)
 def test_the_target_as_its_own_drafter_is_always_accepted(tiny, texts, k):
     """Whole drafts leave a row of the drafter's cache out; the next draft must make up for it."""
     result = specjax.decode(tiny, drafters.draft_lm(tiny, tiny, k), PROMPTS, max_new_tokens=40)
@@ -186,7 +191,7 @@ def test_rows_with_temperature_zero_beside_others(tiny, small, texts):
         assert result.tokens[1].tolist() != texts[1]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_lm", "early_exit"])
+@pytest.mark.parametrize("name", ["draft_lm", pytest.param("early_exit", marks=pytest.mark.slow)])
 def test_a_sampled_row_does_not_depend_on_its_batch(tiny, small, name):
     drafter = every_drafter(tiny, small, 3)[name]
     options = {

@@ -97,6 +97,7 @@ def watch_parts(monkeypatch, look):
         monkeypatch.setattr(benchmark, name, part)
 
 
+@pytest.mark.slow
 def test_sampling_reaches_every_part(tiny, monkeypatch):
     seen = []
     watch_parts(monkeypatch, lambda arguments: seen.append(

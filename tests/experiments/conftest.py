@@ -10,6 +10,9 @@ import pytest
 
 from tests.checkpoints.test_load import GOLDEN, write_gguf
 
+# Small programs are kept as well: many of these tests run the same ones.
+SHARED_COMPILES = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -24,7 +27,7 @@ def run(tmp_path_factory):
         return subprocess.run(
             [sys.executable, "-m", f"experiments.{program}", *arguments],
             capture_output=True, text=True, timeout=240, check=False,
-            env=os.environ | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | SHARED_COMPILES | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
     return run

@@ -17,6 +17,7 @@ def audited(run, tmp_path_factory):
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_rule_is_lossless(audited):
     text, figures = audited
     assert {row["rule"] for row in figures["rules"] + figures["identity"]} == set(RULES)
@@ -29,6 +30,7 @@ def test_every_rule_is_lossless(audited):
         assert row["gain_percent"] > 1 and row["smallest_gain"] > -1e-12
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_betrayed(audited):
     text, figures = audited
     assert [row["fault"] for row in figures["faults"]] == [fault.what for fault in faults.FAULTS]

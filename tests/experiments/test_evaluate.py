@@ -81,10 +81,11 @@ def test_benchmark_on_a_model(run, model, tmp_path):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_benchmark_above_temperature_zero(run, model, tmp_path):
     out = tmp_path / "benchmark.json"
     done = run(
-        "benchmark_decode", f"--target={model}", "--drafter=early_exit:1", "--steps=8",
+        "benchmark_decode", f"--target={model}", "--drafter=early_exit:1", "--steps=20",
         "--num_draft_tokens=2", "--repeats=1", "--max_len=128", "--temperature=0.8", "--top_k=20",
         "--seed=3", f"--json={out}",
     )  # fmt: skip
