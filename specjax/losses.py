@@ -1,0 +1,141 @@
+"""Divergences between a target's and a drafter's distribution, from logits, one value a token.
+
+All take logits `[…, V]` of any float type, compute in float32 in log space and return `[…]` float32.
+p is the target's distribution, q the drafter's; gradients go to the drafter's logits only where the
+caller stops them at the target's. A token that both exclude (−inf) counts nowhere. Reduction and
+masks are the caller's.
+
+With z the drafter's logits the gradients are (see DistillSpec, Zhou et al. 2023):
+
+| loss | value | ∂/∂z |
+|---|---|---|
+| `forward_kl` | Σ p log(p / q) | q − p |
+| `reverse_kl` | Σ q log(q / p) | q · (log(q / p) − KL(q‖p)) |
+| `total_variation` | 1 − Σ min(p, q) | −q · (1[q < p] − Σ q 1[q < p]) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+EXCLUDED = -1e30  # in place of −inf, whose differences are NaN; its exponential is 0
+
+
+def _log_softmax(logits: jax.Array) -> jax.Array:
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jnp.maximum(jax.nn.log_softmax(wide), EXCLUDED)
+
+
+def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """KL(p‖q) = Σ p log(p / q). Its gradient never vanishes while q ≠ p."""
+    return _kl(_log_softmax(target_logits), _log_softmax(draft_logits))
+
+
+def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """KL(q‖p) = Σ q log(q / p)."""
+    return _kl(_log_softmax(draft_logits), _log_softmax(target_logits))
+
+
+def jensen_shannon(
+    target_logits: jax.Array, draft_logits: jax.Array, beta: float = 0.5
+) -> jax.Array:
+    """JSD(β) = β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q, 0 < β < 1 (Agarwal et al. 2024)."""
+    log_p, log_q = _log_softmax(target_logits), _log_softmax(draft_logits)
+    log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """1 − α: half of Σ |p − q|. α = Σ min(p, q) is the probability that a draft is accepted.
+
+    Its gradient vanishes where q is tiny: it improves a drafter that is near, and moves none from afar.
+    """
+    log_p, log_q = _log_softmax(target_logits), _log_softmax(draft_logits)
+    return 1 - jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+
+
+def lk_hybrid(target_logits: jax.Array, draft_logits: jax.Array, eta: float = 3.0) -> jax.Array:
+    """λ KL(p‖q) + (1 − λ) TV(p, q), λ = exp(−η α) (LK losses, 2026): from far to near.
+
+    λ is taken at each token, with no gradient through it.
+    """
+    distance = total_variation(target_logits, draft_logits)
+    share = jnp.exp(-eta * jax.lax.stop_gradient(1 - distance))
+    return share * forward_kl(target_logits, draft_logits) + (1 - share) * distance
+
+
+def cross_entropy(tokens: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """−log q of the tokens that were said, `[…]` int32."""
+    wide = draft_logits.astype(jnp.promote_types(draft_logits.dtype, jnp.float32))
+    return optax.losses.softmax_cross_entropy_with_integer_labels(wide, tokens)
+
+
+DIVERGENCES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
+LOSSES = (*DIVERGENCES, "cross_entropy")
+
+
+def token_losses(
+    names: tuple[str, ...], tokens: jax.Array, target_logits: jax.Array, draft_logits: jax.Array
+) -> dict[str, jax.Array]:
+    """The named losses and `alpha` = Σ min(p, q), `[…]` each."""
+    values = {"alpha": 1 - total_variation(target_logits, draft_logits)}
+    for name in names:
+        if name == "cross_entropy":
+            values[name] = cross_entropy(tokens, draft_logits)
+        elif name in DIVERGENCES:
+            values[name] = DIVERGENCES[name](target_logits, draft_logits)
+        else:
+            raise ValueError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    return values
+
+
+def weighted_sums(
+    one: Callable[..., dict[str, jax.Array]],
+    weights: jax.Array,
+    *arrays: jax.Array,
+    chunk: int = 128,
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Sums losses over tokens, a chunk of them at a time.
+
+    Logits of all tokens at once, `[T, V]`, would be the largest arrays of a training step, and exist
+    for the target, the drafter and their gradients. Here those of one chunk do; the backward pass
+    computes them again.
+
+    Args:
+      one: slices of `arrays` → {name: value of each token}.
+      weights: `[T]`.
+      arrays: `[T, …]` each.
+      chunk: tokens at a time.
+
+    Returns:
+      {name: (Σ weight · value, Σ weight)}.
+    """
+    length = weights.shape[0]
+    size = min(chunk, length)
+
+    def fold(x: jax.Array) -> jax.Array:
+        padding = [(0, -length % size)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
+
+    @jax.checkpoint
+    def sums(weights: jax.Array, *slices: jax.Array) -> dict[str, jax.Array]:
+        # What does not count may be anything, and must not reach the gradient: NaN · 0 is NaN.
+        slices = (jnp.where(jnp.expand_dims(weights > 0, range(1, x.ndim)), x, 0) for x in slices)
+        return {name: (weights * value).sum() for name, value in one(*slices).items()}
+
+    folded = jax.lax.map(lambda xs: sums(*xs), tuple(map(fold, (weights, *arrays))))
+    return {name: (value.sum(), weights.sum()) for name, value in folded.items()}
