@@ -166,6 +166,32 @@ class Committed:
     nodes: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A row of training text with what the target made of it; several texts may share the row.
+
+    Attributes:
+      tokens: `[T]` int32.
+      positions: `[T]` int32, from 0 in each text.
+      segments: `[T]` int32, the text that a token belongs to: 1, 2, …; 0 is padding.
+      weights: `[T]` float32, of the prediction made after each token: 0 where the next token belongs
+        to another text or is not the target's own.
+      features: `[T, M, D]`, the drafter's taps.
+      hidden: `[T, D]`, the target's last hidden state, after its final norm.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    segments: jax.Array
+    weights: jax.Array
+    features: jax.Array
+    hidden: jax.Array
+
+
+Terms = dict[str, tuple[jax.Array, jax.Array]]  # name → (weighted sum, weight)
+
+
 class Drafter(Protocol):
     """A drafter: pure functions of one sequence. Instances are hashable and hold no arrays.
 
@@ -208,6 +234,33 @@ class Drafter(Protocol):
         self, params: PyTree, target_params: PyTree, state: PyTree, committed: Committed
     ) -> PyTree:
         """Takes in what the cycle committed; returns the new state."""
+        ...
+
+
+class Trainable(Drafter, Protocol):
+    """A drafter that can be trained."""
+
+    def objective(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        trace: Trace,
+        key: jax.Array,
+        losses: tuple[str, ...],
+    ) -> Terms:
+        """What training minimises and watches, on one row of text.
+
+        Sums are divided by weights once, globally, by the trainer.
+
+        Args:
+          params, target_params: gradients are taken of the former only.
+          trace: a row.
+          key: for what is random in the objective.
+          losses: names of `specjax.losses.LOSSES`.
+
+        Returns:
+          Each loss by its name, and the teacher-forced acceptance at each position, `alpha_1`, ….
+        """
         ...
 
 

@@ -7,16 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.drafters import autoregressive
+from specjax.losses import token_losses, weighted_sums
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
-from specjax.models.transformer import Scratch, causal_mask
+from specjax.models.transformer import (
+    Scratch,
+    Transformer,
+    causal_mask,
+    logits_of,
+    read_text,
+)
 from specjax.noise import Noise
 from specjax.trees import Tree
-from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree
+from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree, Terms, Trace
+
+SHARED = ("embedding", "head_weight")  # what a drafting model may leave to the target
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +82,11 @@ class DraftLM:
         """The most that can be accepted."""
         return self.tree.depth
 
+    def model(self, params: PyTree, target_params: PyTree) -> Transformer:
+        """The drafting model; the embedding and head that its params lack are the target's."""
+        shared = {key: target_params[key] for key in SHARED if key in target_params}
+        return nnx.merge(self.graphdef, shared | params)
+
     def init_state(self, max_len: int) -> DraftLMState:
         """An empty cache."""
         sizes = max_len, autoregressive.scratch_size(self.tree, 2)
@@ -82,7 +97,7 @@ class DraftLM:
         self, params: PyTree, target_params: PyTree, state: DraftLMState, chunk: Committed
     ) -> DraftLMState:
         """Runs the chunk through the drafting model."""
-        model = nnx.merge(self.graphdef, params)
+        model = self.model(params, target_params)
         width = len(chunk.tokens)
         positions = chunk.start + jnp.arange(width)
         out = model(chunk.tokens, positions, state.cache, chunk.start, causal_mask(width))
@@ -101,7 +116,7 @@ class DraftLM:
         noise: Noise | None,
     ) -> tuple[Draft, DraftLMState]:
         """Tokens of the drafting model's processed distributions."""
-        model = nnx.merge(self.graphdef, params)
+        model = self.model(params, target_params)
         before = context.length - 2
         cache_len = jnp.maximum(before, 0)
 
@@ -136,11 +151,38 @@ class DraftLM:
         cache = write_rows(state.cache, rows, committed.start - 1, count)
         return dataclasses.replace(state, cache=cache)
 
+    def objective(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        trace: Trace,
+        key: jax.Array,
+        losses: tuple[str, ...],
+    ) -> Terms:
+        """The losses on every supervised token (DistillSpec, Zhou et al. 2023), and `alpha_1`.
+
+        The drafting model reads the text as it does when it drafts, so that its logits there and here
+        are the same.
+        """
+        model = self.model(params, target_params)
+        where = trace.tokens, trace.positions, trace.segments
+        out = read_text(model, *where, remat=True)
+
+        def one(next_tokens, target_hidden, hidden):
+            target_logits = jax.lax.stop_gradient(logits_of(target_params, target_hidden))
+            return token_losses(losses, next_tokens, target_logits, model.head(hidden))
+
+        next_tokens = jnp.roll(trace.tokens, -1)
+        terms = weighted_sums(one, trace.weights, next_tokens, trace.hidden, out.hidden)
+        return terms | {"alpha_1": terms.pop("alpha")}
+
 
 def draft_lm(
     model: Target, target: Target, num_draft_tokens: int = 4, tree: Tree | None = None
 ) -> LoadedDrafter:
     """A loaded model as drafter of a target.
+
+    An embedding or head that is the target's own array is left out of its params.
 
     Args:
       model: what drafts.
@@ -154,7 +196,38 @@ def draft_lm(
     check_same_vocabulary(model, target)
     tree = tree or Tree.chain(num_draft_tokens)
     drafter = DraftLM(model.graphdef, model.config, jnp.dtype(model.dtype), tree)
-    return LoadedDrafter(drafter, model.params, f"draft_lm:{model.name}")
+    params = {
+        key: value
+        for key, value in model.params.items()
+        if key not in SHARED or value is not target.params.get(key)
+    }
+    return LoadedDrafter(drafter, params, f"draft_lm:{model.name}")
+
+
+def from_layers(target: Target, num_layers: int) -> Target:
+    """A drafting model of some of the target's layers, to be trained: first, last, evenly spaced.
+
+    It has the target's embedding and head; only its layers and final norm will be its own.
+    """
+    config = target.config
+    if not 1 <= num_layers < config.num_layers:
+        raise ValueError(
+            f"from_layers: expected 1…{config.num_layers - 1} layers, got {num_layers}"
+        )
+    picked = np.linspace(0, config.num_layers - 1, num_layers).round().astype(int).tolist()
+    if num_layers == 1:
+        picked = [0]
+    blocks = {i: target.params["blocks"][layer] for i, layer in enumerate(picked)}
+    params = target.params | {"blocks": blocks}
+    sliding = tuple(config.sliding_layers[layer] for layer in picked if config.sliding_layers)
+    config = dataclasses.replace(config, num_layers=num_layers, sliding_layers=sliding)
+    return Target(
+        f"{num_layers} layers of {target.name}",
+        config,
+        params,
+        target.tokenizer,
+        target.stop_tokens,
+    )
 
 
 def check_same_vocabulary(model: Target, target: Target) -> None:

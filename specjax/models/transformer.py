@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +284,7 @@ class Transformer(nnx.Module):
         *,
         scratch: Scratch | None = None,
         depth: int | None = None,
+        remat: bool = False,
     ) -> Output:
         """One forward pass of one sequence.
 
@@ -296,6 +297,7 @@ class Transformer(nnx.Module):
             `hidden_states[id + 1]`).
           scratch: rows of earlier passes that are not in the cache.
           depth: run the first `depth` blocks only; all by default.
+          remat: keep only the blocks' inputs for a backward pass.
         """
         blocks = self.blocks[: depth or self.config.num_layers]
         kinds = self._views(positions, cache.k[0].shape[1], cache_len, block_mask, scratch)
@@ -304,7 +306,8 @@ class Transformer(nnx.Module):
         for i, block in enumerate(blocks):
             view = kinds[bool(self.config.sliding_layers) and self.config.sliding_layers[i]]
             past = None if scratch is None else (scratch.rows.k[i], scratch.rows.v[i], scratch.slot)
-            x, k, v = block(x, view, (cache.k[i], cache.v[i]), past)
+            run = jax.checkpoint(block.__call__) if remat else block
+            x, k, v = run(x, view, (cache.k[i], cache.v[i]), past)
             keys.append(k)
             values.append(v)
             if i in taps:
@@ -341,6 +344,34 @@ class Transformer(nnx.Module):
             turn = rotation(config.head_dim, config.sliding_rope_theta, (), positions)
             views[True] = View(*turn, cache_mask & near(cached), block_mask & near(rows))
         return views
+
+
+def logits_of(params: Any, hidden: jax.Array) -> jax.Array:
+    """`Transformer.head` from the params alone: `[…, D]` → float32 `[…, V]`."""
+    weight = params["head_weight"] if "head_weight" in params else params["embedding"]
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def read_text(
+    model: Transformer,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    taps: tuple[int, ...] = (),
+    *,
+    remat: bool = False,
+) -> Output:
+    """One pass over a row of whole texts, each of which sees only itself.
+
+    Args:
+      model: a target or a drafting model.
+      tokens, positions, segments: `[T]`, as in `specjax.types.Trace`.
+      taps: as in `Transformer.__call__`.
+      remat: for a pass that is differentiated: keep only the blocks' inputs.
+    """
+    nothing = KVCache.zeros(model.config, 1, model.embedding[...].dtype)
+    mask = causal_mask(len(tokens)) & (segments[:, None] == segments)
+    return model(tokens, positions, nothing, jnp.int32(0), mask, taps, remat=remat)
 
 
 def check_taps(taps: tuple[int, ...], config: ModelConfig) -> None:
