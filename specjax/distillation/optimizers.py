@@ -1,0 +1,94 @@
+"""Optax pipelines, chosen by a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+# Muon orthogonalises matrices: which axes of a parameter are its rows, the others its columns.
+MATRICES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "qkv": ((0,), (1, 2, 3)),
+    "attention_out": ((0, 1, 2), (3,)),
+    "gate_up": ((0,), (2,)),  # gate and up are two matrices
+    "down": ((0,), (1,)),
+}
+
+
+def _name(path: tuple) -> str:
+    return str(getattr(path[-1], "key", path[-1]))
+
+
+def schedule(
+    kind: str, peak: float, total_steps: int, warmup_steps: int, decay_steps: int = 0
+) -> optax.Schedule:
+    """Learning rate by step: linear warm-up from 0, then `cosine`, `wsd` or `constant`.
+
+    `wsd` stays at its peak and falls linearly to 0 in the last `decay_steps`.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"warmup_steps must be 0…{total_steps - 1}, got {warmup_steps}")
+    rise = optax.linear_schedule(0.0, peak, max(warmup_steps, 1))
+    left = total_steps - warmup_steps
+    if kind == "cosine":
+        rest = optax.cosine_decay_schedule(peak, left)
+    elif kind == "wsd":
+        if not 0 < decay_steps <= left:
+            raise ValueError(f"decay_steps must be 1…{left}, got {decay_steps}")
+        fall = optax.linear_schedule(peak, 0.0, decay_steps)
+        rest = optax.join_schedules([lambda _: peak, fall], [left - decay_steps])
+    elif kind == "constant":
+        rest = optax.constant_schedule(peak)
+    else:
+        raise ValueError(f"unknown schedule {kind!r}; known: cosine, wsd, constant")
+    return optax.join_schedules([rise, rest], [warmup_steps]) if warmup_steps else rest
+
+
+def make_optimizer(
+    config: Mapping[str, Any], total_steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The pipeline clip → `adamw` or `muon` → schedule, with weight decay on matrices only.
+
+    Args:
+      config: `name`, `learning_rate`, `schedule`, `warmup_steps`, `decay_steps`, `clip` (global norm,
+        0 for none), `weight_decay`, `b1`, `b2`.
+      total_steps: length of the schedule.
+
+    Returns:
+      The transformation, and its learning rate by step.
+    """
+    rate = schedule(
+        config["schedule"], config["learning_rate"], total_steps, config["warmup_steps"],
+        config.get("decay_steps", 0),
+    )  # fmt: skip
+
+    def decayed(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1, params)
+
+    def matrices(params: Any) -> Any:
+        def one(path: tuple, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+            axes = MATRICES.get(_name(path), ((0,), (1,)) if x.ndim == 2 else None)
+            return axes and optax.contrib.MuonDimensionNumbers(*axes)
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    if config["name"] == "adamw":
+        update = optax.adamw(
+            rate,
+            b1=config["b1"],
+            b2=config["b2"],
+            weight_decay=config["weight_decay"],
+            mask=decayed,
+        )
+    elif config["name"] == "muon":
+        update = optax.contrib.muon(
+            rate, adam_b1=config["b1"], adam_b2=config["b2"], weight_decay=config["weight_decay"],
+            weight_decay_mask=decayed, muon_weight_dimension_numbers=matrices,
+            consistent_rms=0.2,
+        )  # fmt: skip
+    else:
+        raise ValueError(f"unknown optimizer {config['name']!r}; known: adamw, muon")
+    clip = optax.clip_by_global_norm(config["clip"]) if config["clip"] else optax.identity()
+    return optax.chain(clip, update), rate
