@@ -1,0 +1,96 @@
+"""What a run tells: lines in the terminal, `metrics.jsonl`, and event files if wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+import jax
+from etils import epath
+
+
+class Report:
+    """Written by the first process only.
+
+    `metrics.jsonl` has one object a report, with its step; where a run goes on from a checkpoint, what
+    was written after that is dropped first, so that no step is there twice.
+    """
+
+    def __init__(self, workdir: str, step: int, total_steps: int, *, tensorboard: bool = False):
+        self._first = jax.process_index() == 0
+        self._path = epath.Path(workdir) / "metrics.jsonl"
+        self._total, self._tokens, self._seconds = total_steps, 0, 0.0
+        self._begun, self._begun_step, self._events = time.time(), step, None
+        if not self._first:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        self._lines.append(line)
+                except (ValueError, KeyError):  # the last line of a process that was killed
+                    continue
+        self._flush()
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(self._path.parent))
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._events:
+            self._events.close()
+
+    def count(self, tokens: int, seconds: float) -> None:
+        """Adds a step's work to what the next report divides."""
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Reports a training step: writes its figures, prints the main ones."""
+        rate = self._tokens / self._seconds if self._seconds else math.nan
+        self._tokens, self._seconds = 0, 0.0
+        self.write(step, {**figures, "tokens_per_second": rate}, show=False)
+        done = step - self._begun_step
+        left = (time.time() - self._begun) / max(done, 1) * (self._total - step)
+        alphas = " ".join(f"{figures[name]:.3f}" for name in sorted(figures) if "alpha_" in name)
+        self._print(
+            f"step {step}/{self._total}  loss {figures['loss']:.4f}  α {alphas}  "
+            f"{rate:.0f} tokens/s  {left / 60:.1f} min left"
+        )
+
+    def write(self, step: int, figures: Mapping[str, float], *, show: bool = True) -> None:
+        """Writes figures of a step; prints them all."""
+        if not self._first:
+            return
+        known = {name: value for name, value in figures.items() if math.isfinite(value)}
+        self._lines.append(json.dumps({"step": step, **known}))
+        self._flush()
+        if self._events:
+            for name, value in known.items():
+                self._events.add_scalar(name, value, step)
+        if show:
+            told = "  ".join(f"{name} {value:.4f}" for name, value in known.items())
+            self._print(f"step {step}/{self._total}  {told}")
+
+    def _flush(self) -> None:
+        """All lines at once: buckets cannot append, and half a line is never seen."""
+        self._path.write_text("".join(f"{line}\n" for line in self._lines))
+
+    def _print(self, text: str) -> None:
+        if self._first:
+            from rich.console import Console
+
+            Console(highlight=False, soft_wrap=True).print(text)
