@@ -1,8 +1,13 @@
 """Drafters: everything about one is in its own file or folder, and in one line here."""
 
-from collections.abc import Callable
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from specjax.checkpoints import huggingface
 from specjax.checkpoints.load import load_target
+from specjax.drafters import draft_lm as draft_lms
 from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import NGram
@@ -10,7 +15,9 @@ from specjax.models.target import Target
 from specjax.trees import Tree
 from specjax.types import Drafter, LoadedDrafter
 
-__all__ = ["NGram", "draft_lm", "early_exit", "load_drafter"]
+__all__ = ["NGram", "draft_lm", "early_exit", "export", "from_config", "load_drafter"]
+
+IDENTITY = "specjax.json"  # in the folder of a trained drafter, says what it is
 
 
 def _ngram(argument: str, target: Target, tree: Tree) -> Drafter:
@@ -52,7 +59,7 @@ def load_drafter(
 
     Args:
       spec: `none`, `ngram` or `ngram:SHORTEST_MATCH`, `early_exit` or `early_exit:LAYERS`,
-        `draft_lm:MODEL`.
+        `draft_lm:MODEL`, or the folder of a trained drafter.
       target: what it drafts for.
       num_draft_tokens: K of a chain; by default the drafter's usual one.
       tree: drafted instead of a chain.
@@ -61,6 +68,8 @@ def load_drafter(
       ValueError: there is no such drafter (the message lists those there are), or it does not fit.
     """
     name, _, argument = spec.partition(":")
+    if (pathlib.Path(spec) / IDENTITY).exists():
+        name, argument = huggingface.read_json(pathlib.Path(spec) / IDENTITY)["drafter"], spec
     if name == "none":
         return None
     if name not in REGISTRY:
@@ -69,3 +78,32 @@ def load_drafter(
     if tree is None:
         tree = Tree.chain(usual if num_draft_tokens is None else num_draft_tokens)
     return build(argument, target, tree)
+
+
+# name → how it is built for training from its part of a config, the target and a seed; and its export.
+TRAINABLE: dict[str, tuple[Callable[..., LoadedDrafter], Callable[..., None]]] = {
+    "draft_lm": (draft_lms.from_config, draft_lms.export),
+}
+
+
+def from_config(config: Mapping[str, Any], target: Target, seed: int) -> LoadedDrafter:
+    """The drafter to train that a config describes; its key `name` says which.
+
+    Raises:
+      ValueError: there is no such drafter, or one of its keys is wrong.
+    """
+    options = dict(config)
+    name = options.pop("name", None)
+    if name not in TRAINABLE:
+        raise ValueError(f"config.drafter.name {name!r} is unknown; known: {', '.join(TRAINABLE)}")
+    try:
+        return TRAINABLE[name][0](target, seed, **options)
+    except TypeError as error:
+        raise ValueError(f"config.drafter: {error}") from None
+
+
+def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
+    """Writes a trained drafter as a folder that `load_drafter` and other engines read."""
+    name = loaded.name.partition(":")[0]
+    TRAINABLE[name][1](loaded, target, folder)
+    (folder / IDENTITY).write_text(json.dumps({"drafter": name}) + "\n", encoding="utf-8")

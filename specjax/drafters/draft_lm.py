@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.checkpoints.export import export_folder
+from specjax.checkpoints.load import load_target
 from specjax.drafters import autoregressive
 from specjax.losses import token_losses, weighted_sums
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
-from specjax.models.target import Target
+from specjax.models.target import Target, random_target
 from specjax.models.transformer import (
     Scratch,
     Transformer,
@@ -84,7 +87,8 @@ class DraftLM:
 
     def model(self, params: PyTree, target_params: PyTree) -> Transformer:
         """The drafting model; the embedding and head that its params lack are the target's."""
-        shared = {key: target_params[key] for key in SHARED if key in target_params}
+        needed = SHARED[:1] if self.config.tie_embeddings else SHARED
+        shared = {key: target_params[key] for key in needed if key not in params}
         return nnx.merge(self.graphdef, shared | params)
 
     def init_state(self, max_len: int) -> DraftLMState:
@@ -227,6 +231,45 @@ def from_layers(target: Target, num_layers: int) -> Target:
         params,
         target.tokenizer,
         target.stop_tokens,
+    )
+
+
+def from_config(
+    target: Target,
+    seed: int,
+    *,
+    model: str = "",
+    num_layers: int = 0,
+    scratch: bool = False,
+    num_draft_tokens: int = 4,
+) -> LoadedDrafter:
+    """A drafter to train: `model` if it is given, else `num_layers` of the target's layers.
+
+    Args:
+      target: what it drafts for.
+      seed: of random weights.
+      model: folder, GGUF file or hub id.
+      num_layers: of the target, see `from_layers`.
+      scratch: keep only the shape of those layers, with random weights.
+      num_draft_tokens: K when it decodes.
+    """
+    if bool(model) == bool(num_layers):
+        raise ValueError("draft_lm: give either model or num_layers")
+    small = load_target(model, dtype=target.dtype) if model else from_layers(target, num_layers)
+    if scratch:
+        fresh = random_target(small.config, seed, dtype=target.dtype).params
+        fresh |= {key: small.params[key] for key in SHARED if key in small.params}
+        small = dataclasses.replace(small, params=fresh)
+    return draft_lm(small, target, num_draft_tokens)
+
+
+def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
+    """Writes the drafting model as a Hugging Face folder, the shared embedding included."""
+    shared = {key: target.params[key] for key in SHARED if key in target.params}
+    params = shared | dict(loaded.params)
+    export_folder(
+        Target(loaded.name, loaded.drafter.config, params, target.tokenizer, target.stop_tokens),
+        folder,
     )
 
 

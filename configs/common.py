@@ -1,0 +1,69 @@
+"""What the configs share. Every key that a run reads is here; a config changes some."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Defaults."""
+    return ConfigDict(
+        {
+            "target": "",  # as --target of the other programs
+            "drafter": {},
+            "init_from": "",  # a work directory whose best weights are the first ones
+            "seed": 0,
+            "total_steps": 1000,
+            "accumulate": 1,  # micro-batches a step
+            "loss": {"forward_kl": 1.0},  # coefficients of specjax.losses
+            "average_decay": 0.0,  # of a moving average of the weights; 0 for none
+            "data": {
+                "path": "",
+                "sequence_length": 2048,
+                "batch_size": 8,  # rows a step, over all hosts
+                "held_out": 0.05,  # share of the prompts
+                "held_out_rows": 32,  # of them, evaluated on
+            },
+            "features": {
+                "path": "",  # folder of cached target features; empty computes them in every step
+                "dtype": "bfloat16",
+            },
+            "optimizer": {
+                "name": "adamw",
+                "learning_rate": 1e-4,
+                "schedule": "cosine",
+                "warmup_steps": 50,
+                "decay_steps": 0,  # of schedule wsd
+                "clip": 1.0,
+                "weight_decay": 0.0,
+                "b1": 0.9,
+                "b2": 0.95,
+            },
+            "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
+            "log_every": 10,
+            "alpha_every": 100,
+            "save_every": 100,
+            "tau_every": 0,  # decode prompts with the drafter; 0 for never but at the end
+            "tau_prompts": 8,
+            "tensorboard": False,
+        }
+    )
+
+
+def for_mode(config: ConfigDict, mode: str) -> ConfigDict:
+    """The config itself, or for `runlocal` one that two CPU cores finish in two minutes.
+
+    Raises:
+      ValueError: another word, which must not start a full run.
+    """
+    if mode == "runlocal":
+        config.total_steps = 12
+        config.data.sequence_length = 256
+        config.data.batch_size = 4
+        config.data.held_out_rows = 4
+        config.optimizer.warmup_steps = 4
+        config.log_every = 4
+        config.alpha_every = 6
+        config.save_every = 6
+        config.tau_prompts = 2
+    elif mode:
+        raise ValueError(f"unknown word {mode!r} behind the config: only :runlocal is known")
+    return config

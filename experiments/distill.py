@@ -1,0 +1,172 @@
+r"""Trains a drafter for a target.
+
+  python -m experiments.distill --config=configs/smollm2_draft_lm.py --workdir=runs/smollm2_draft_lm \
+    --config.data.path=responses.jsonl
+
+The same command again goes on from the newest checkpoint; SIGTERM saves and ends with status 0. At the
+end the best weights are exported to `WORKDIR/drafter`, which `--drafter=WORKDIR/drafter` of the other
+programs takes. Every key of a config is in `configs/common.py`, and `--config.key=value` changes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from etils import epath
+from ml_collections import ConfigDict, config_flags
+
+import specjax
+from experiments import launch
+from specjax import drafters
+from specjax.distillation import data, features
+from specjax.distillation.state import Checkpoints
+from specjax.distillation.trainer import train
+from specjax.models.target import Target
+from specjax.types import LoadedDrafter, PyTree
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder or bucket of checkpoints and metrics.")
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Join the other hosts of a pod first (jax.distributed)."
+)
+
+
+def main() -> None:
+    """Reads the data, loads the target, trains, exports."""
+    launch.require(config=_CONFIG.value, workdir=_WORKDIR.value)
+    if _DISTRIBUTED.value:
+        jax.distributed.initialize()
+    config = _CONFIG.value.copy_and_resolve_references()
+    launch.require(**{"config.data.path": config.data.path, "config.target": config.target})
+    target = launch.load_target(config.target)
+    train_examples, held_out = read(config, target)
+    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
+    if config.init_from:
+        params, step = Checkpoints(config.init_from).restore_best(loaded.params)
+        loaded = LoadedDrafter(loaded.drafter, params, loaded.name)
+        say(f"first weights: step {step} of {config.init_from}")
+    outcome = train(
+        config.to_dict(), target, loaded, batches(config, target, loaded, train_examples),
+        evaluation(config, held_out), _WORKDIR.value,
+        evaluators={"tau": (config.tau_every, tau(config, target, loaded, held_out))},
+        tensorboard=config.tensorboard,
+    )  # fmt: skip
+    if outcome.preempted:
+        say(f"preempted at step {outcome.step}: the same command goes on")
+    elif jax.process_index() == 0:
+        folder = epath.Path(_WORKDIR.value) / "drafter"
+        drafters.export(outcome.drafter, target, pathlib.Path(folder))
+        say(f"the best drafter is in {folder}")
+
+
+def say(text: str) -> None:
+    """Prints, on the first host."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def read(config: ConfigDict, target: Target) -> tuple[list[data.Example], list[data.Example]]:
+    """The examples to train on and to evaluate on; prints what was read."""
+    examples, stats = data.read_examples(
+        config.data.path, target.tokenizer, vocab_size=target.config.vocab_size,
+        max_tokens=config.data.sequence_length,
+    )  # fmt: skip
+    say(
+        f"{stats.kept} of {stats.read} examples, {stats.too_long} longer than "
+        f"{config.data.sequence_length} tokens; {stats.tokens} tokens, {stats.supervised_tokens} of "
+        "them the target's own"
+    )
+    return data.split(examples, config.data.held_out)
+
+
+def rows_of_this_host(config: ConfigDict) -> int:
+    """B of this host, in a micro-batch."""
+    rows, hosts = config.data.batch_size, jax.process_count()
+    if rows % (hosts * config.accumulate):
+        raise ValueError(
+            f"a batch of {rows} rows does not divide by {hosts} hosts × {config.accumulate} "
+            "micro-batches"
+        )
+    return rows // hosts // config.accumulate
+
+
+def batches(
+    config: ConfigDict, target: Target, loaded: LoadedDrafter, examples: list[data.Example]
+) -> Any:
+    """Endless training batches: of text, or of cached features where the config names a folder."""
+    host = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    rows = rows_of_this_host(config) * config.accumulate
+    sizes = {"sequence_length": config.data.sequence_length, "batch_size": rows}
+    if not config.features.path:
+        return data.train_batches(examples, seed=config.seed, **sizes, **host)
+    folder, taps = pathlib.Path(config.features.path), loaded.drafter.taps
+    identity = data.fingerprint(target.tokenizer) | {
+        "data": data.examples_hash(examples),
+        "sequence_length": config.data.sequence_length,
+        "dtype": config.features.dtype,
+    }
+    if not (folder / features.MANIFEST).exists():
+        layout = features.layout_of(
+            target.config, taps, config.data.sequence_length, config.features.dtype
+        )
+        tokens = sum(len(example.tokens) for example in examples)
+        told = features.check_disk(folder, layout, 1 + tokens // config.data.sequence_length)
+        say(f"target features are written to {folder}: about {told}")
+        with launch.progress() as report:
+            features.write_cache(
+                folder, target, taps, data.evaluation_batches(examples, **sizes), identity,
+                sequence_length=config.data.sequence_length, dtype=config.features.dtype,
+                progress=report,
+            )  # fmt: skip
+    source, layout = features.open_cache(folder, target, taps, identity)
+    return data.cached_batches(source, layout.unpack, batch_size=rows, seed=config.seed, **host)
+
+
+def evaluation(
+    config: ConfigDict, examples: list[data.Example]
+) -> Callable[[], Iterable[features.Batch]]:
+    """Passes over the held-out rows."""
+    rows = rows_of_this_host(config)
+    made = data.evaluation_batches(
+        examples, batch_size=rows, sequence_length=config.data.sequence_length,
+        process_index=jax.process_index(), process_count=jax.process_count(),
+    )  # fmt: skip
+    count = max(1, config.data.held_out_rows // (rows * jax.process_count()))
+
+    @functools.cache
+    def first() -> list[features.Batch]:
+        return [batch for batch, _ in zip(made, range(count), strict=False)]
+
+    return first
+
+
+def tau(
+    config: ConfigDict, target: Target, loaded: LoadedDrafter, examples: list[data.Example]
+) -> Callable[[PyTree], dict[str, float]]:
+    """Decodes held-out prompts with the drafter: τ at temperature 0 and 1."""
+    prompts = [example.prompt for example in examples[: config.tau_prompts]]
+
+    def figures(params: PyTree) -> dict[str, float]:
+        params = jax.tree.map(lambda x: x.astype(target.dtype) if x.ndim > 1 else x, params)
+        drafter = LoadedDrafter(loaded.drafter, params, loaded.name)
+        longest = max(map(len, prompts))
+        options = {"max_new_tokens": 64, "max_len": min(longest + 64, target.config.context_length)}
+        return {
+            f"tau_at_{temperature}": specjax.decode(
+                target, drafter, [np.asarray(x) for x in prompts], temperature=float(temperature),
+                key=jax.random.key(config.seed), **options,
+            ).tau
+            for temperature in (0, 1)
+        }  # fmt: skip
+
+    return figures
+
+
+if __name__ == "__main__":
+    launch.run(main)
