@@ -27,6 +27,7 @@ setup(
         "jinja2>=3.1",
         "huggingface_hub>=1.0",
         "rich>=13.9",
+        "grain>=0.2.18",  # shuffled, packed, resumable batches of training data
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
