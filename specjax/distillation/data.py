@@ -20,7 +20,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -352,6 +352,29 @@ def train_batches(
     shuffled = grain.MapDataset.source(examples).seed(seed).shuffle()
     share = shuffled[process_index::process_count].repeat()
     return _packed(share, batch_size, sequence_length).batch(batch_size)
+
+
+def cached_batches(
+    source: Any,
+    unpack: Callable[[bytes], dict[str, np.ndarray]],
+    *,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.IterDataset:
+    """Endless batches of records, shuffled anew in every epoch; a host reads its share of each."""
+    shuffled = grain.MapDataset.source(source).seed(seed).shuffle()
+    share = shuffled[process_index::process_count].repeat()
+    return share.map(unpack).to_iter_dataset().batch(batch_size)
+
+
+def examples_hash(examples: Sequence[Example]) -> str:
+    """16 hexadecimal digits that tell sets of examples apart."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.tokens.astype("<i4").tobytes() + example.loss_mask.tobytes() + b"|")
+    return digest.hexdigest()[:16]
 
 
 def evaluation_batches(

@@ -97,7 +97,7 @@ def state_shardings(recipe: Recipe, state: TrainState, mesh: Mesh) -> TrainState
     """Where each array of a state lies: moments with their params, the rest everywhere."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(state.params, mesh)
-    opt_state = optax.tree_utils.tree_map_params(
+    opt_state = optax.tree.map_params(
         recipe.optimizer, lambda _, sharding: sharding, state.opt_state, params,
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def train_step(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*shapes, state.params))
     (loss, means, gradient), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
 
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -151,7 +151,7 @@ def train_step(
     new = TrainState(state.step, params, opt_state, average, state.key)
     new = jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, state)
     new = dataclasses.replace(new, step=state.step + 1)
-    metrics = {"loss": loss, **means, "grad_norm": norm, "param_norm": optax.global_norm(params)}
+    metrics = {"loss": loss, **means, "grad_norm": norm, "param_norm": optax.tree.norm(params)}
     return new, metrics
 
 

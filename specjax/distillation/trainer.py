@@ -89,7 +89,7 @@ def train(
 
     def placed(batch: Batch, groups: int) -> Batch:
         def one(x: np.ndarray) -> jax.Array:
-            x = x.reshape(groups, -1, *x.shape[1:]) if groups else x
+            x = x.reshape(groups, len(x) // groups, *x.shape[1:]) if groups else x
             rows = x.shape[bool(groups)] * jax.process_count()
             sharding = batch_sharding(mesh, rows, leading=int(bool(groups)))
             return jax.make_array_from_process_local_data(sharding, x)
@@ -119,7 +119,7 @@ def train(
         if "held_out/alpha_1" in figures:
             checkpoints.save_best(state, _score(figures))
 
-    with mesh, report:
+    with report:
         if step == 0:
             evaluate(0)
         while step < config["total_steps"] and not stop:

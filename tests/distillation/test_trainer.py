@@ -1,0 +1,388 @@
+"""Training: it overfits, resumes bitwise, and is the same however the batch is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.distillation import data, features, steps
+from specjax.distillation.optimizers import make_optimizer, schedule
+from specjax.distillation.state import Checkpoints
+from specjax.distillation.trainer import train
+from specjax.drafters.draft_lm import draft_lm, from_layers
+from specjax.models.sharding import make_mesh
+from specjax.types import Trace
+
+CONFIG = {
+    "seed": 0, "total_steps": 8, "accumulate": 1, "loss": {"forward_kl": 1.0},
+    "average_decay": 0.0, "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
+    "log_every": 1, "alpha_every": 4, "save_every": 2,
+    "optimizer": {
+        "name": "adamw", "learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": 2,
+        "clip": 1.0, "weight_decay": 0.0, "b1": 0.9, "b2": 0.95,
+    },
+}  # fmt: skip
+ROWS = {"batch_size": 4, "sequence_length": 64}
+
+
+@pytest.fixture(scope="module")
+def examples(tiny):
+    """The tiny target's own greedy text."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, 5).tolist() for _ in range(12)]
+    result = specjax.decode(tiny, None, prompts, max_new_tokens=27)
+    return [
+        data.Example(np.array([*prompt, *row], np.int32), np.arange(32) >= 5)
+        for prompt, row in zip(prompts, result.tokens, strict=True)
+    ]
+
+
+def run(tiny, examples, workdir, **changes):
+    config = CONFIG | changes
+    return train(
+        config, tiny, draft_lm(from_layers(tiny, 2), tiny, 4),
+        data.train_batches(examples, seed=0, **ROWS),
+        lambda: iter(data.evaluation_batches(examples, **ROWS)), str(workdir),
+    )  # fmt: skip
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path, temperature):
+    """Then every draft of it is accepted: greedy as a whole, sampled nearly so."""
+    one = examples[:1]
+    trained = run(tiny, one, tmp_path, total_steps=200, save_every=1000, alpha_every=0).drafter
+    prompt = one[0].prompt.tolist()
+    options = {"max_new_tokens": 26, "temperature": temperature, "key": jax.random.key(0)}
+    before = specjax.decode(tiny, draft_lm(from_layers(tiny, 2), tiny, 4), prompt, **options)
+    after = specjax.decode(tiny, trained, prompt, **options)
+    assert before.tau < 2
+    if temperature == 0:
+        assert (after.accepted[0] == after.drafted[0]).all()
+    else:
+        assert after.tau > 2 * before.tau
+
+
+def test_alpha_rises_and_the_best_is_kept(tiny, examples, tmp_path):
+    outcome = run(tiny, examples, tmp_path, total_steps=40, alpha_every=10)
+    held_out = [x["held_out/alpha_1"] for x in lines(tmp_path) if "held_out/alpha_1" in x]
+    assert len(held_out) == 5 and held_out[-1] > held_out[0] + 0.1
+    checkpoints = Checkpoints(str(tmp_path))
+    params, step = checkpoints.restore_best(outcome.drafter.params)
+    checkpoints.close()
+    assert step == 10 * int(np.argmax(held_out))
+    assert jax.tree.structure(params) == jax.tree.structure(outcome.drafter.params)
+
+
+def test_trained_logits_are_decoded_logits(tiny, examples):
+    """What the objective computes on a text is what the loop's drafter drafts from it."""
+    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
+    batch = next(iter(data.evaluation_batches(examples, **ROWS)))
+    terms = steps.Recipe(
+        tiny.graphdef, loaded.drafter, None, (("forward_kl", 1.0),), jnp.float32
+    ).row_terms(loaded.params, tiny.params, batch, jax.random.key(0))
+    # Replayed: Σ min(p, q) after each token of each text, by decoding models without any packing.
+    from tests.fakes import all_logits
+
+    small = from_layers(tiny, 2)
+    total = count = 0
+    for example in examples[: int(batch["segments"].max(-1).sum())]:
+        p, q = (jax.nn.softmax(all_logits(model, example.tokens)[:-1]) for model in (tiny, small))
+        wanted = example.loss_mask[1:]
+        total += float(jnp.minimum(p, q).sum(-1)[wanted].sum())
+        count += wanted.sum()
+    value, weight = terms["alpha_1"]
+    assert float(weight) == count
+    np.testing.assert_allclose(float(value), total, rtol=1e-5)
+
+
+def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0):
+    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
+    optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
+    losses = (("forward_kl", 1.0), ("cross_entropy", 0.1))
+    recipe = steps.Recipe(tiny.graphdef, loaded.drafter, optimizer, losses, jnp.float32)
+    recipe = dataclasses.replace(recipe, **dict(recipe_changes))
+    state = steps.new_state(recipe, loaded.params, key, mesh or make_mesh(1, 1, 1))
+    return steps.train_step(recipe, state, tiny.params, batch)
+
+
+def test_micro_batches_change_nothing(tiny, examples):
+    """Also where their supervised tokens differ in number: sums are divided once."""
+    batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
+    batch["loss_mask"][0, 10:] = False
+    whole, metrics = step_of(tiny, {k: x[None] for k, x in batch.items()})
+    cut, cut_metrics = step_of(tiny, {k: x.reshape(4, 1, -1) for k, x in batch.items()})
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], cut_metrics[name], rtol=2e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, cut.params)
+
+
+def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
+    batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
+    batch = {k: x[None] for k, x in batch.items()}
+    states = np.full((1, *batch["tokens"].shape[1:], 32), np.nan, np.float32)
+    batch |= {"hidden": states, "features": np.zeros((*states.shape[:3], 0, 32), np.float32)}
+    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
+    state, metrics = step_of(tiny, batch)
+    assert not np.isfinite(metrics["loss"]) and int(state.step) == 1
+    assert_equal(state.params, loaded.params)
+
+    class Broken:
+        def __iter__(self):
+            made = iter(data.train_batches(examples, seed=0, **ROWS))
+            self.get_state, self.set_state = made.get_state, made.set_state
+            return self
+
+        def __next__(self):
+            return {k: x[0] for k, x in batch.items()}
+
+    with pytest.raises(FloatingPointError, match=r"step 1: loss nan.*begins with tokens \["):
+        train(CONFIG, tiny, loaded, Broken(), lambda: iter(()), str(tmp_path))
+
+
+KILLED = """
+import dataclasses, os, signal, sys
+import numpy as np
+import jax
+from specjax.distillation import data, trainer
+from specjax.models.target import random_target
+from tests.conftest import TINY
+from tests.distillation import test_trainer as tests
+
+target = random_target(TINY, seed=1)
+target = dataclasses.replace(
+    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
+)
+rng = np.random.default_rng(3)
+examples = [
+    data.Example(rng.integers(0, 61, 32).astype(np.int32), np.arange(32) >= 5) for _ in range(12)
+]
+workdir, kill_at, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+original = trainer.train_step
+def step(recipe, state, *rest):
+    state, metrics = original(recipe, state, *rest)
+    if int(state.step) == kill_at:
+        os.kill(os.getpid(), kind)
+    return state, metrics
+trainer.train_step = step
+outcome = tests.run(target, examples, workdir)
+leaves = jax.tree.leaves(outcome.drafter.params)
+total = sum(float(np.abs(np.asarray(x, np.float64)).sum()) for x in leaves)
+print(outcome.step, outcome.preempted, repr(total))
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_resuming_is_bitwise(tmp_path, kind):
+    """Killed at step 5 of 8, saved at 4 (or at 5, when it is asked to end): the same in the end."""
+
+    def output(workdir, kill_at):
+        command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(int(kind))]
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    whole = output(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    killed = output(tmp_path / "cut", 5)
+    if kind == signal.SIGTERM:
+        assert killed.returncode == 0 and killed.stdout.split("\n")[-2].startswith("5 True")
+    else:
+        assert killed.returncode == -signal.SIGKILL
+    resumed = output(tmp_path / "cut", -1)
+    assert resumed.stdout.split("\n")[-2] == whole.stdout.split("\n")[-2]
+    told, expected = ([x["step"] for x in lines(tmp_path / name)] for name in ("cut", "whole"))
+    assert told == expected
+    same = [
+        [{k: v for k, v in x.items() if k != "tokens_per_second"} for x in lines(tmp_path / name)]
+        for name in ("cut", "whole")
+    ]
+    assert same[0] == same[1]
+
+
+def test_another_config_is_refused(tiny, examples, tmp_path):
+    run(tiny, examples, tmp_path, total_steps=2)
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.003, is 0.1"):
+        optimizer = CONFIG["optimizer"] | {"learning_rate": 0.1}
+        run(tiny, examples, tmp_path, total_steps=2, optimizer=optimizer)
+    run(tiny, examples, tmp_path, total_steps=2, log_every=2)  # how often it tells may change
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, examples, tmp_path, caplog):
+    first = run(tiny, examples, tmp_path, total_steps=8)
+    newest = tmp_path / "checkpoints/last/8"
+    for path in newest.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    again = run(tiny, examples, tmp_path, total_steps=8)
+    assert "checkpoint 8 is damaged, the one before is taken" in caplog.text
+    assert_equal(first.drafter.params, again.drafter.params)
+    told = [x["step"] for x in lines(tmp_path) if "loss" in x]
+    assert told == list(range(1, 9))
+
+
+def test_schedules():
+    cosine = schedule("cosine", 1.0, 10, 2)
+    assert [float(cosine(i)) for i in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    wsd = schedule("wsd", 1.0, 10, 2, 4)
+    assert [float(wsd(i)) for i in (2, 5, 6, 8, 10)] == pytest.approx([1, 1, 1, 0.5, 0])
+    with pytest.raises(ValueError, match="unknown schedule 'linear'"):
+        schedule("linear", 1.0, 10, 2)
+    with pytest.raises(ValueError, match="unknown optimizer 'sgd'; known: adamw, muon"):
+        make_optimizer(CONFIG["optimizer"] | {"name": "sgd"}, 10)
+
+
+def test_muon_orthogonalises_matrices_only(tiny):
+    """A step of a matrix has singular values near each other; norms move as with Adam."""
+    optimizer, _ = make_optimizer(
+        CONFIG["optimizer"] | {"name": "muon", "clip": 0, "schedule": "constant"}, 10
+    )
+    gradient = jax.tree.map(
+        lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), jnp.float32),
+        tiny.params,
+    )
+    state = optimizer.init(tiny.params)
+    for _ in range(3):
+        updates, state = optimizer.update(gradient, state, tiny.params)
+    block = updates["blocks"][0]
+    for matrix in (
+        block["qkv"].reshape(32, -1),
+        block["attention_out"].reshape(-1, 32),
+        block["gate_up"][:, 0],
+        block["gate_up"][:, 1],
+        block["down"],
+    ):
+        values = np.linalg.svd(matrix, compute_uv=False)
+        assert values.min() > 0.5 * values.max()
+    np.testing.assert_allclose(np.abs(block["mlp_norm"]["scale"]), 3e-3, rtol=0.1)
+
+
+def test_cached_features_are_the_online_ones(tiny, examples, tmp_path):
+    identity = {"data": data.examples_hash(examples)}
+    batches = list(data.evaluation_batches(examples, **ROWS))
+    written = features.write_cache(
+        tmp_path, tiny, (0, 2), batches, identity, sequence_length=64, dtype="float32"
+    )
+    assert written == sum(int(batch["segments"].any(-1).sum()) for batch in batches)
+    source, layout = features.open_cache(tmp_path, tiny, (0, 2), identity)
+    cached = next(iter(data.cached_batches(source, layout.unpack, batch_size=written, seed=0)))
+
+    def fields(batch) -> Trace:
+        return features.traces(tiny.graphdef, tiny.params, (0, 2), batch)
+
+    text = {name: cached[name] for name in features.TEXT}
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), fields(cached), fields(text)
+    )
+    assert sorted(map(bytes, cached["tokens"])) == sorted(
+        bytes(row) for batch in batches for row in batch["tokens"] if row.any()
+    )
+    for wanted, message in (
+        ({"data": "other"}, "the cached features are of data"),
+        ({}, None),
+    ):
+        if message:
+            with pytest.raises(ValueError, match=message):
+                features.open_cache(tmp_path, tiny, (0, 2), wanted)
+    with pytest.raises(ValueError, match=r"of taps \[0, 2\], wanted is \[1\]"):
+        features.open_cache(tmp_path, tiny, (1,), identity)
+    other = dataclasses.replace(tiny, params=jax.tree.map(lambda x: x * 2, tiny.params))
+    with pytest.raises(ValueError, match="the cached features are of target"):
+        features.open_cache(tmp_path, other, (0, 2), identity)
+    (tmp_path / features.MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match="no complete cache"):
+        features.open_cache(tmp_path, tiny, (0, 2), identity)
+
+
+def test_disk_that_is_too_small_is_told_before(tiny, tmp_path):
+    layout = features.layout_of(tiny.config, (0,), 64, "bfloat16")
+    assert layout.row_bytes == 64 * (4 + 1 + 4 + 4 + 2 * 2 * 32)
+    with pytest.raises(OSError, match="cached features need .* GiB, the disk has"):
+        features.check_disk(tmp_path, layout, 10**12)
+
+
+SHARDED = """
+import dataclasses, sys
+import jax, jax.numpy as jnp, numpy as np
+from specjax.distillation import steps
+from specjax.distillation.optimizers import make_optimizer
+from specjax.drafters.draft_lm import draft_lm, from_layers
+from specjax.models.sharding import batch_sharding, make_mesh, param_shardings
+from specjax.models.target import random_target
+import specjax
+from tests.conftest import TINY
+from tests.distillation.test_trainer import CONFIG
+
+config = dataclasses.replace(TINY, num_kv_heads=4, num_heads=8, vocab_size=64)
+target = random_target(config, seed=1)
+target = dataclasses.replace(
+    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
+)
+rng = np.random.default_rng(0)
+batch = {
+    "tokens": rng.integers(0, 64, (1, 8, 32)), "loss_mask": rng.random((1, 8, 32)) < 0.7,
+    "positions": np.tile(np.arange(32), (1, 8, 1)), "segments": np.ones((1, 8, 32), int),
+}
+optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
+for sizes in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
+    mesh = make_mesh(*sizes)
+    loaded = draft_lm(from_layers(target, 2), target, 3)
+    recipe = steps.Recipe(
+        target.graphdef, loaded.drafter, optimizer, (("forward_kl", 1.0),), jnp.float32
+    )
+    state = steps.new_state(recipe, loaded.params, 0, mesh)
+    params = jax.device_put(target.params, param_shardings(target.params, mesh))
+    placed = {k: jax.device_put(x, batch_sharding(mesh, 8, leading=1)) for k, x in batch.items()}
+    for _ in range(2):
+        state, metrics = steps.train_step(recipe, state, params, placed)
+    sharded = dataclasses.replace(target, params=params)
+    drafter = dataclasses.replace(loaded, params=state.params)
+    result = specjax.decode(sharded, drafter, [[1, 2, 3], [4]], max_new_tokens=12)
+    split = sum(len(x.sharding.device_set) > 1 and not x.sharding.is_fully_replicated
+                for x in jax.tree.leaves(state.params))
+    print(float(metrics["loss"]), float(metrics["grad_norm"]), split,
+          [row.tolist() for row in result.tokens], sep="|")
+"""
+
+
+def test_a_mesh_changes_nothing(tmp_path):
+    """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
+
+    def output(devices):
+        env = os.environ | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        }
+        code = SHARDED
+        if devices == 1:
+            code = code.replace("((8, 1, 1), (2, 4, 1), (2, 2, 2))", "((1, 1, 1),)")
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [line.split("|") for line in done.stdout.splitlines()]
+
+    ((loss, norm, split, tokens),) = output(1)
+    assert split == "0"
+    meshes = output(8)
+    assert len(meshes) == 3 and [int(mesh[2]) > 0 for mesh in meshes] == [False, True, True]
+    for mesh in meshes:
+        assert float(mesh[0]) == pytest.approx(float(loss), rel=1e-5)
+        assert float(mesh[1]) == pytest.approx(float(norm), rel=1e-5)
+        assert mesh[3] == tokens
