@@ -19,6 +19,10 @@ setup(
         "jax>=0.10,!=0.11.1",  # 0.11.1 rewrites the whole KV cache in every decode step on CPU
         "flax>=0.12.4",
         "numpy>=2.0",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.11",
+        "ml_collections>=1.0",
+        "array_record>=0.7",
         "absl-py>=2.1",
         "safetensors>=0.5",
         "gguf>=0.17",
@@ -40,6 +44,7 @@ setup(
             "ipykernel>=6.29",
             "ruff>=0.9",
         ],
+        "tensorboard": ["tensorboardX>=2.6"],
         "parity": ["torch>=2.4", "accelerate>=1.0"],
     },
     classifiers=[

@@ -189,6 +189,7 @@ print(outcome.step, outcome.preempted, repr(total))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
 def test_resuming_is_bitwise(tmp_path, kind):
     """Killed at step 5 of 8, saved at 4 (or at 5, when it is asked to end): the same in the end."""
@@ -361,7 +362,8 @@ for sizes in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
 """
 
 
-def test_a_mesh_changes_nothing(tmp_path):
+@pytest.mark.slow
+def test_a_mesh_changes_nothing():
     """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
 
     def output(devices):
