@@ -207,6 +207,7 @@ def test_drafts_that_a_rule_cannot_verify(tiny, texts, rule, drafts, message):
     assert set(seen) == {"prefill"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["early_exit", pytest.param("draft_lm", marks=pytest.mark.slow)])
 def test_a_tree_around_a_chain_keeps_at_least_as_much(tiny, texts, name):
     """One cycle after each of 100 texts: the ranks 0 are the chain."""

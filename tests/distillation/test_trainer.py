@@ -64,22 +64,21 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path, temperature):
-    """Then every draft of it is accepted: greedy as a whole, sampled nearly so."""
+def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path):
+    """Then every draft of it is accepted whole, sampled, too, where top-k 1 keeps to that text."""
     one = examples[:1]
     trained = run(tiny, one, tmp_path, total_steps=200, save_every=1000, alpha_every=0).drafter
-    prompt = one[0].prompt.tolist()
-    options = {"max_new_tokens": 26, "temperature": temperature, "key": jax.random.key(0)}
-    before = specjax.decode(tiny, draft_lm(from_layers(tiny, 2), tiny, 4), prompt, **options)
-    after = specjax.decode(tiny, trained, prompt, **options)
-    assert before.tau < 2
-    if temperature == 0:
-        assert (after.accepted[0] == after.drafted[0]).all()
-    else:
-        assert after.tau > 2 * before.tau
+    fresh = draft_lm(from_layers(tiny, 2), tiny, 4)
+    for sampling in ({}, {"temperature": 1.0, "top_k": 1, "key": jax.random.key(0)}):
+        before, after = (
+            specjax.decode(tiny, drafter, one[0].prompt.tolist(), max_new_tokens=26, **sampling)
+            for drafter in (fresh, trained)
+        )
+        assert before.tau < 2
+        assert (after.accepted[0] == after.drafted[0]).all() and after.tau > 4
 
 
+@pytest.mark.slow
 def test_alpha_rises_and_the_best_is_kept(tiny, examples, tmp_path):
     outcome = run(tiny, examples, tmp_path, total_steps=40, alpha_every=10)
     held_out = [x["held_out/alpha_1"] for x in lines(tmp_path) if "held_out/alpha_1" in x]
@@ -218,13 +217,14 @@ def test_resuming_is_bitwise(tmp_path, kind):
 
 
 def test_another_config_is_refused(tiny, examples, tmp_path):
-    run(tiny, examples, tmp_path, total_steps=2)
+    run(tiny, examples, tmp_path, total_steps=4)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.003, is 0.1"):
         optimizer = CONFIG["optimizer"] | {"learning_rate": 0.1}
-        run(tiny, examples, tmp_path, total_steps=2, optimizer=optimizer)
-    run(tiny, examples, tmp_path, total_steps=2, log_every=2)  # how often it tells may change
+        run(tiny, examples, tmp_path, total_steps=4, optimizer=optimizer)
+    run(tiny, examples, tmp_path, total_steps=4, log_every=2)  # how often it tells may change
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, examples, tmp_path, caplog):
     first = run(tiny, examples, tmp_path, total_steps=8)
     newest = tmp_path / "checkpoints/last/8"

@@ -260,6 +260,7 @@ def test_caches_equal_a_fresh_prefill_and_stale_state_never_matters(tiny, small,
     assert check_caches(tiny, loaded, own, PROMPTS, texts) >= 10
 
 
+@pytest.mark.slow
 def test_caches_behind_a_window_that_is_shorter_than_the_tree(tiny):
     """There a node no longer sees its own block's first tokens; the target keeps all it drafts."""
     config = dataclasses.replace(TINY, sliding_layers=(True, False, True), sliding_window=3)
@@ -329,6 +330,7 @@ def test_gumbel_text_is_plain_samplings_text(tiny, small, sampled, drafts, batch
         assert result.tau > 1.2
 
 
+@pytest.mark.slow
 def test_under_the_same_noise_the_target_as_its_own_drafter_is_always_accepted(tiny, sampled):
     drafter = drafters.draft_lm(tiny, tiny, tree=TREES["2-2"])
     for seed, texts in sampled.items():

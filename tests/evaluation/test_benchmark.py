@@ -117,6 +117,7 @@ def test_sampling_reaches_every_part(tiny, monkeypatch):
         breakdown(tiny, NGram(2), (), greedy, temperature=-1)
 
 
+@pytest.mark.slow
 def test_all_is_prepared_before_the_clock_starts(tiny, monkeypatch):
     """On a device that works asynchronously the making of caches would be timed, too."""
     ready, kept, wait = set(), [], jax.block_until_ready

@@ -45,6 +45,7 @@ def test_a_process_that_cannot_start_is_named(tiny, monkeypatch, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_batches_pool_to_the_same_text(tiny):
     names = {"ngram": NGram(3)}
     options = {"max_new_tokens": 16, "max_len": 32}

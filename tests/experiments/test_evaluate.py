@@ -48,6 +48,7 @@ def test_all_files_are_checked_before_the_first_is_decoded(run, model, tmp_path)
         assert f"{bad}, prompt 2: " in done.stderr and message in done.stderr
 
 
+@pytest.mark.slow
 def test_sampling_and_a_draft_lm(run, model, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"turns": ["abab"]}\n')
     out = tmp_path / "results.json"

@@ -48,6 +48,7 @@ def test_plain_answer(generate, model):
     assert expected.texts[0].strip() in done.stdout
 
 
+@pytest.mark.slow
 def test_equal_prompts_are_sampled_each_with_its_own_coins(generate, model, tmp_path):
     out = tmp_path / "figures.json"
     done = generate(

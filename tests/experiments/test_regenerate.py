@@ -75,6 +75,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(regenerate, whole, tmp_p
     assert out.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_drafter_leaves_greedy_answers_as_they_are(regenerate, tmp_path):
     texts = []
     for drafter in ("none", "early_exit:1"):
