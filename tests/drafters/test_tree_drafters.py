@@ -97,6 +97,13 @@ def fresh_tree(model, tokens, tree, depth):
     return drafted
 
 
+def deepest_below(tree, node):
+    """The level of the deepest node that continues a node, its own if there is none."""
+    return max(
+        [deepest_below(tree, child) for child in tree.children[node]], default=tree.depths[node]
+    )
+
+
 def counts_of_fresh_trees(model, tree, prompt, text):
     """(accepted, drafted, committed) of every cycle, where trees are what fresh passes draft."""
     done, expected = 0, []
@@ -109,7 +116,8 @@ def counts_of_fresh_trees(model, tree, prompt, text):
             if not children:
                 break
             node, kept = children[0], kept + 1
-        expected.append((kept, depth, kept + 1))
+        in_play = min(deepest_below(tree, node), depth)
+        expected.append((kept, in_play, kept + 1))
         done += kept + 1
     return expected
 
