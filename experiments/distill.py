@@ -4,7 +4,7 @@ r"""Trains a drafter for a target.
     --config.data.path=responses.jsonl
 
 The same command again goes on from the newest checkpoint; SIGTERM saves and ends with status 0. At the
-end the best weights are exported to `WORKDIR/drafter`, which `--drafter=WORKDIR/drafter` of the other
+end the last weights are exported to `WORKDIR/drafter`, which `--drafter=WORKDIR/drafter` of the other
 programs takes. Every key of a config is in `configs/common.py`, and `--config.key=value` changes it.
 """
 
@@ -26,6 +26,7 @@ from experiments import launch
 from specjax import drafters
 from specjax.distillation import data, features
 from specjax.distillation.state import Checkpoints
+from specjax.distillation.steps import compute_params
 from specjax.distillation.trainer import train
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter, PyTree
@@ -62,7 +63,7 @@ def main() -> None:
     elif jax.process_index() == 0:
         folder = epath.Path(_WORKDIR.value) / "drafter"
         drafters.export(outcome.drafter, target, pathlib.Path(folder))
-        say(f"the best drafter is in {folder}")
+        say(f"the drafter is in {folder}")
 
 
 def say(text: str) -> None:
@@ -153,7 +154,7 @@ def tau(
     prompts = [example.prompt for example in examples[: config.tau_prompts]]
 
     def figures(params: PyTree) -> dict[str, float]:
-        params = jax.tree.map(lambda x: x.astype(target.dtype) if x.ndim > 1 else x, params)
+        params = compute_params(params, target.dtype)
         drafter = LoadedDrafter(loaded.drafter, params, loaded.name)
         longest = max(map(len, prompts))
         options = {"max_new_tokens": 64, "max_len": min(longest + 64, target.config.context_length)}

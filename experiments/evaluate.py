@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import launch
-from specjax.decoding.decode import cache_size, encode_prompts
+from specjax.decoding.decode import cache_size
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
@@ -60,7 +60,10 @@ def main() -> None:
     }
     if None in drafters.values():
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
-    encoded = {path: encode(target, path, texts) for path, texts in files.items()}
+    encoded = {
+        path: launch.encode(target, path, "prompt", dict(enumerate(texts, start=1)))
+        for path, texts in files.items()
+    }
     rows = []
     with start_peer(target, drafters) as peer:
         for path, prompts in encoded.items():
@@ -86,22 +89,6 @@ def main() -> None:
         **launch.machine(),
     }
     launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
-
-
-def encode(target: Target, path: str, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of a file's prompts, each with room for an answer.
-
-    Raises:
-      ValueError: one of them cannot be used; the message has the file and its number, from 1.
-    """
-    prompts = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            prompts += encode_prompts(target, text)
-            cache_size(target, prompts[-1:], np.ones(1, int))
-        except ValueError as error:
-            raise ValueError(f"{path}, prompt {number}: {error}") from None
-    return prompts
 
 
 def start_peer(

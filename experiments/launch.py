@@ -10,14 +10,16 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags, logging
 
 import specjax
 from specjax.checkpoints import download
+from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.models.target import Target
 from specjax.trees import Tree
 from specjax.types import Drafter, LoadedDrafter, Progress
@@ -66,6 +68,28 @@ def load_drafter(
         raise ValueError(f"--tree takes numbers of children like 4,2,1, got {','.join(widths)!r}")
     tree = Tree.of_widths([int(width) for width in widths]) if widths else None
     return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
+
+
+def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> list[np.ndarray]:
+    """Token ids of a file's prompts, each with room for an answer.
+
+    Args:
+      target: whose tokenizer and context.
+      path: of the file, for the message.
+      what: the numbers count, `prompt` or `line`.
+      prompts: by number.
+
+    Raises:
+      ValueError: one of them cannot be used; the message has the file and its number.
+    """
+    ids = []
+    for number, text in prompts.items():
+        try:
+            ids += encode_prompts(target, text)
+            cache_size(target, ids[-1:], np.ones(1, int))
+        except ValueError as error:
+            raise ValueError(f"{path}, {what} {number}: {error}") from None
+    return ids
 
 
 def define_sampling() -> dict[str, flags.FlagHolder]:

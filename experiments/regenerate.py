@@ -30,7 +30,6 @@ from absl import flags
 import specjax
 from experiments import launch
 from specjax import metrics
-from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.distillation.data import fingerprint, read_lines
 from specjax.models.target import Target
 from specjax.types import DecodeResult, StopReason
@@ -55,7 +54,7 @@ def main() -> None:
     texts = list(prompts.values())
     target = launch.load_target(_TARGET.value)
     drafter = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
-    ids = encode(target, _PROMPTS.value, prompts)
+    ids = launch.encode(target, _PROMPTS.value, "line", prompts)
     out = pathlib.Path(_OUT.value)
     check_settings(out, settings(target))
     done = count_answers(out, texts)
@@ -104,22 +103,6 @@ def read_prompts(path: str, limit: int | None) -> dict[int, str]:
     if not prompts:
         raise ValueError(f"{path}: no prompts in it")
     return prompts
-
-
-def encode(target: Target, path: str, prompts: dict[int, str]) -> list[np.ndarray]:
-    """Token ids of the prompts.
-
-    Raises:
-      ValueError: one of them is empty, or leaves no room for an answer.
-    """
-    ids = []
-    for number, text in prompts.items():
-        try:
-            ids += encode_prompts(target, text)
-            cache_size(target, ids[-1:], np.ones(1, int))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-    return ids
 
 
 def settings(target: Target) -> dict[str, Any]:

@@ -349,8 +349,7 @@ def train_batches(
       ValueError: an example is longer than a row, or there are fewer examples than hosts.
     """
     _check_sizes(examples, sequence_length, process_index, process_count)
-    shuffled = grain.MapDataset.source(examples).seed(seed).shuffle()
-    share = shuffled[process_index::process_count].repeat()
+    share = _shuffled_share(examples, seed, process_index, process_count)
     return _packed(share, batch_size, sequence_length).batch(batch_size)
 
 
@@ -364,9 +363,16 @@ def cached_batches(
     process_count: int = 1,
 ) -> grain.IterDataset:
     """Endless batches of records, shuffled anew in every epoch; a host reads its share of each."""
-    shuffled = grain.MapDataset.source(source).seed(seed).shuffle()
-    share = shuffled[process_index::process_count].repeat()
+    share = _shuffled_share(source, seed, process_index, process_count)
     return share.map(unpack).to_iter_dataset().batch(batch_size)
+
+
+def _shuffled_share(
+    source: Any, seed: int, process_index: int, process_count: int
+) -> grain.MapDataset:
+    """Endless elements, shuffled anew in every epoch; a host's share of each."""
+    shuffled = grain.MapDataset.source(source).seed(seed).shuffle()
+    return shuffled[process_index::process_count].repeat()
 
 
 def examples_hash(examples: Sequence[Example]) -> str:

@@ -41,6 +41,11 @@ class TrainState:
         return self.params if self.average is None else self.average
 
 
+def compute_params(params: PyTree, dtype: jax.typing.DTypeLike) -> PyTree:
+    """Master params in the type of the computation; norm scales stay float32."""
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The static part of a step.
@@ -61,10 +66,6 @@ class Recipe:
     dtype: Any
     average_decay: float = 0.0
 
-    def compute_params(self, params: PyTree) -> PyTree:
-        """The params in the type of the computation; norm scales stay float32."""
-        return jax.tree.map(lambda x: x.astype(self.dtype) if x.ndim > 1 else x, params)
-
     def row_terms(
         self, params: PyTree, target_params: PyTree, batch: Batch, key: jax.Array
     ) -> Terms:
@@ -74,7 +75,7 @@ class Recipe:
         one = functools.partial(self.drafter.objective, losses=names)
         keys = jax.random.split(key, trace.tokens.shape[0])
         terms = jax.vmap(one, (None, None, 0, 0))(
-            self.compute_params(params), target_params, trace, keys
+            compute_params(params, self.dtype), target_params, trace, keys
         )
         return jax.tree.map(lambda x: x.sum(0), terms)
 

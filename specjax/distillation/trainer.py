@@ -19,7 +19,13 @@ from specjax.distillation.features import Batch
 from specjax.distillation.optimizers import make_optimizer
 from specjax.distillation.report import Report
 from specjax.distillation.state import Checkpoints
-from specjax.distillation.steps import Recipe, evaluation_step, new_state, train_step
+from specjax.distillation.steps import (
+    Recipe,
+    compute_params,
+    evaluation_step,
+    new_state,
+    train_step,
+)
 from specjax.models.sharding import batch_sharding, make_mesh, param_shardings
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter, PyTree
@@ -32,7 +38,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-      drafter: with the best params so far.
+      drafter: with the params of the last step, or their average where there is one.
       step: updates done.
       preempted: it was told to stop before the last step; the same command goes on.
     """
@@ -147,7 +153,7 @@ def train(
                 checkpoints.save(state, data, described)
     checkpoints.close()
     params = jax.device_get(multihost_utils.process_allgather(state.best_params, tiled=True))
-    trained = dataclasses.replace(loaded, params=recipe.compute_params(params))
+    trained = dataclasses.replace(loaded, params=compute_params(params, target.dtype))
     return Outcome(trained, step, preempted=step < config["total_steps"])
 
 

@@ -19,6 +19,22 @@ from specjax.types import Draft
 Forward = Callable[[jax.Array, jax.Array, Scratch, jax.Array, int], tuple[jax.Array, Scratch]]
 
 
+class TreeDrafter:
+    """The sizes of a drafter whose field `tree` is what it drafts."""
+
+    tree: Tree
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, or N in a tree."""
+        return len(self.tree.parents)
+
+    @property
+    def draft_depth(self) -> int:
+        """The most that can be accepted."""
+        return self.tree.depth
+
+
 @functools.lru_cache
 def slots_of(tree: Tree, first: int) -> np.ndarray:
     """`[N + 1]`: the scratch slot of each node, the number of slots for a leaf, which is never fed.

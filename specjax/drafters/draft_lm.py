@@ -46,7 +46,7 @@ class DraftLMState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftLM:
+class DraftLM(autoregressive.TreeDrafter):
     """Drafts with a model of the target's vocabulary and its own KV cache.
 
     The last token of a draft is never fed, so after a whole draft was accepted its row is missing.
@@ -74,16 +74,6 @@ class DraftLM:
     dtype: jnp.dtype
     tree: Tree
     taps: tuple[int, ...] = ()
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """K, or N in a tree."""
-        return len(self.tree.parents)
-
-    @property
-    def draft_depth(self) -> int:
-        """The most that can be accepted."""
-        return self.tree.depth
 
     def model(self, params: PyTree, target_params: PyTree) -> Transformer:
         """The drafting model; the embedding and head that its params lack are the target's."""

@@ -24,7 +24,7 @@ from specjax.types import Context, Draft, LoadedDrafter, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyExit(Stateless):
+class EarlyExit(autoregressive.TreeDrafter, Stateless):
     """Drafts with the target's first `exit_layer` blocks on the target's cache.
 
     Attributes:
@@ -46,16 +46,6 @@ class EarlyExit(Stateless):
                 f"early_exit: exit layer must be 1…{self.config.num_layers - 1}, got "
                 f"{self.exit_layer}"
             )
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """K, or N in a tree."""
-        return len(self.tree.parents)
-
-    @property
-    def draft_depth(self) -> int:
-        """The most that can be accepted."""
-        return self.tree.depth
 
     def propose(
         self,

@@ -11,18 +11,9 @@ import specjax
 from specjax import drafters
 from specjax.drafters import NGram
 from specjax.trees import Tree, best_first
+from tests.decoding.test_smollm2 import PROMPTS
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = [
-    "Repeat this text word for word: A cheap drafter proposes a few tokens. The target checks them "
-    "all in one forward pass.",
-    "Hi!",
-    "Write a Python function that returns the n-th Fibonacci number, and a test for it. Explain "
-    "each line in a comment, and do not import anything.",
-    "Why is the sky blue?",
-    "List the numbers from 1 to 20, one per line.",
-]
 OPTIONS = {"max_new_tokens": 64, "max_len": 128}
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(0)}
 
