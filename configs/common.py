@@ -13,6 +13,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "total_steps": 1000,
             "accumulate": 1,  # micro-batches a step
+            "remat": True,  # recompute in the backward pass; False is faster where memory allows
             "loss": {"forward_kl": 1.0},  # coefficients of specjax.losses
             "average_decay": 0.0,  # of a moving average of the weights; 0 for none
             "data": {

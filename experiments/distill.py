@@ -4,8 +4,9 @@ r"""Trains a drafter for a target.
     --config.data.path=responses.jsonl
 
 The same command again goes on from the newest checkpoint; SIGTERM saves and ends with status 0. At the
-end the last weights are exported to `WORKDIR/drafter`, which `--drafter=WORKDIR/drafter` of the other
-programs takes. Every key of a config is in `configs/common.py`, and `--config.key=value` changes it.
+end the weights with the best held-out acceptance are exported to `WORKDIR/drafter`, which
+`--drafter=WORKDIR/drafter` of the other programs takes. Every key of a config is in
+`configs/common.py`, and `--config.key=value` changes it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def main() -> None:
     train_examples, held_out = read(config, target)
     loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
     if config.init_from:
-        params, step = Checkpoints(config.init_from).restore_best(loaded.params)
-        loaded = LoadedDrafter(loaded.drafter, params, loaded.name)
-        say(f"first weights: step {step} of {config.init_from}")
+        best = Checkpoints(config.init_from).restore_best(loaded.params)
+        if best is None:
+            raise FileNotFoundError(f"init_from={config.init_from} holds no best checkpoint")
+        loaded = LoadedDrafter(loaded.drafter, best[0], loaded.name)
+        say(f"first weights: step {best[1]} of {config.init_from}")
     outcome = train(
         config.to_dict(), target, loaded, batches(config, target, loaded, train_examples),
         evaluation(config, held_out), _WORKDIR.value,
@@ -63,7 +66,7 @@ def main() -> None:
     elif jax.process_index() == 0:
         folder = epath.Path(_WORKDIR.value) / "drafter"
         drafters.export(outcome.drafter, target, pathlib.Path(folder))
-        say(f"the drafter is in {folder}")
+        say(f"the drafter, of step {outcome.exported_step}, is in {folder}")
 
 
 def say(text: str) -> None:

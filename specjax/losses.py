@@ -16,6 +16,7 @@ With z the drafter's logits the gradients are (see DistillSpec, Zhou et al. 2023
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
@@ -88,6 +89,24 @@ DIVERGENCES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 LOSSES = (*DIVERGENCES, "cross_entropy")
 
 
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """What an objective computes, and how.
+
+    Attributes:
+      names: of `LOSSES`.
+      remat: logits and the drafter's inner states are computed again in the backward pass, not kept.
+    """
+
+    names: tuple[str, ...]
+    remat: bool = True
+
+    def __post_init__(self):
+        for name in self.names:
+            if name not in LOSSES:
+                raise ValueError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+
+
 def token_losses(
     names: tuple[str, ...], tokens: jax.Array, target_logits: jax.Array, draft_logits: jax.Array
 ) -> dict[str, jax.Array]:
@@ -96,10 +115,8 @@ def token_losses(
     for name in names:
         if name == "cross_entropy":
             values[name] = cross_entropy(tokens, draft_logits)
-        elif name in DIVERGENCES:
-            values[name] = DIVERGENCES[name](target_logits, draft_logits)
         else:
-            raise ValueError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+            values[name] = DIVERGENCES[name](target_logits, draft_logits)
     return values
 
 
@@ -108,34 +125,45 @@ def weighted_sums(
     weights: jax.Array,
     *arrays: jax.Array,
     chunk: int = 128,
+    remat: bool = True,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Sums losses over tokens, a chunk of them at a time.
 
     Logits of all tokens at once, `[T, V]`, would be the largest arrays of a training step, and exist
     for the target, the drafter and their gradients. Here those of one chunk do; the backward pass
-    computes them again.
+    computes them again. Tokens that count nowhere come last, and chunks of nothing else are skipped
+    (but not under `vmap`, which knows no condition).
 
     Args:
       one: slices of `arrays` → {name: value of each token}.
       weights: `[T]`.
       arrays: `[T, …]` each.
       chunk: tokens at a time.
+      remat: False keeps all logits for the backward pass instead: faster, where there is room.
 
     Returns:
       {name: (Σ weight · value, Σ weight)}.
     """
     length = weights.shape[0]
     size = min(chunk, length)
+    counted_first = jnp.argsort(weights <= 0, stable=True)
 
     def fold(x: jax.Array) -> jax.Array:
         padding = [(0, -length % size)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
+        return jnp.pad(x[counted_first], padding).reshape(-1, size, *x.shape[1:])
 
-    @jax.checkpoint
     def sums(weights: jax.Array, *slices: jax.Array) -> dict[str, jax.Array]:
         # What does not count may be anything, and must not reach the gradient: NaN · 0 is NaN.
         slices = (jnp.where(jnp.expand_dims(weights > 0, range(1, x.ndim)), x, 0) for x in slices)
         return {name: (weights * value).sum() for name, value in one(*slices).items()}
 
-    folded = jax.lax.map(lambda xs: sums(*xs), tuple(map(fold, (weights, *arrays))))
+    def nothing(*xs: jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, *xs))
+
+    def step(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+        return jax.lax.cond((xs[0] > 0).any(), sums, nothing, *xs)
+
+    folded = jax.lax.map(
+        jax.checkpoint(step) if remat else step, tuple(map(fold, (weights, *arrays)))
+    )
     return {name: (value.sum(), weights.sum()) for name, value in folded.items()}

@@ -77,5 +77,33 @@ def alpha(
     return np.array(rates)
 
 
+def replay(agreement: np.ndarray, *, stopped: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The cycles of chain drafts along a text, had decoding said exactly that.
+
+    At temperature 0, on the target's own greedy text, these are the cycles that decoding counts.
+
+    Args:
+      agreement: `[n, K]` bool; draft k after token t, those before it being right, is the text's token
+        t + k. Token 0 is the first anchor; n tokens follow it.
+      stopped: the last token is a stop token; otherwise the text ended where its budget did.
+
+    Returns:
+      `accepted`, `drafted`, `committed`, `[cycles]` int each.
+    """
+    length, depth = agreement.shape
+    cycles, at = [], 0
+    while at < length:
+        left = length - at
+        drafted = depth if stopped else min(depth, left - 1)
+        row = agreement[at, : min(drafted, left)]
+        accepted = len(row) if row.all() else int(np.argmin(row))
+        if accepted == left:
+            cycles.append((accepted, accepted, accepted))
+        else:
+            cycles.append((accepted, drafted, accepted + 1))
+        at += cycles[-1][2]
+    return tuple(np.array(cycles, int).reshape(-1, 3).T)
+
+
 def _ranks(depth: int) -> range:
     return range(1, depth + 1)

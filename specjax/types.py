@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import metrics, trees
+from specjax.losses import Losses
 from specjax.noise import Noise
 from specjax.sampling import Sampling
 from specjax.trees import Tree
@@ -246,7 +247,7 @@ class Trainable(Drafter, Protocol):
         target_params: PyTree,
         trace: Trace,
         key: jax.Array,
-        losses: tuple[str, ...],
+        losses: Losses,
     ) -> Terms:
         """What training minimises and watches, on one row of text.
 
@@ -256,10 +257,18 @@ class Trainable(Drafter, Protocol):
           params, target_params: gradients are taken of the former only.
           trace: a row.
           key: for what is random in the objective.
-          losses: names of `specjax.losses.LOSSES`.
+          losses: which.
 
         Returns:
           Each loss by its name, and the teacher-forced acceptance at each position, `alpha_1`, ….
+        """
+        ...
+
+    def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
+        """`[T, K]` bool: the k-th likeliest-token draft of a cycle whose anchor is this token is the
+        text's own token, drafts before it being right.
+
+        With `specjax.metrics.replay` these are the cycles of greedy decoding, had it said this text.
         """
         ...
 

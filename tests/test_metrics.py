@@ -61,3 +61,25 @@ def test_the_interval_of_tau_covers_the_truth_about_as_often_as_it_says():
         inside += low <= 1 + 4 * 0.55 <= high
     assert 175 <= inside <= 200  # 95 % of 200, and what a bootstrap of 30 misses
     assert metrics.tau_interval([np.array([3, 3])] * 4) == (3.0, 3.0)
+
+
+def test_cycles_are_replayed_from_agreement():
+    """By hand, K = 2. An `x` marks drafts that are the text's own, for the first and second draft."""
+    marks = ["xx", "..", "x.", ".x", "xx", "xx", "xx"]
+    agreement = np.array([[mark == "x" for mark in row] for row in marks])
+    # Budget ends the text: both of token 0 kept (3 tokens), none of the token at 3 (1), then at 4 room
+    # for two drafts beside the next token: both kept.
+    told = metrics.replay(agreement, stopped=False)
+    np.testing.assert_array_equal(told, [[2, 0, 2], [2, 2, 2], [3, 1, 3]])
+    # One token less: room for one draft.
+    told = metrics.replay(agreement[:-1], stopped=False)
+    np.testing.assert_array_equal(told, [[2, 0, 1], [2, 2, 1], [3, 1, 2]])
+    # A stop token ends it: it is the second draft of the last cycle, and nothing comes after it.
+    told = metrics.replay(agreement[:-1], stopped=True)
+    np.testing.assert_array_equal(told, [[2, 0, 2], [2, 2, 2], [3, 1, 2]])
+    # The stop token is the target's own after a wrong draft.
+    agreement[4, 1] = False
+    told = metrics.replay(agreement[:-1], stopped=True)
+    np.testing.assert_array_equal(told, [[2, 0, 1], [2, 2, 2], [3, 1, 2]])
+    for stopped in (False, True):
+        assert metrics.replay(agreement[:0], stopped=stopped)[0].shape == (0,)

@@ -1,4 +1,4 @@
-"""What a run tells: lines in the terminal, `metrics.jsonl`, and event files if wanted."""
+"""What a run tells: a bar and lines in the terminal, `metrics.jsonl`, and event files if wanted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from types import TracebackType
 
 import jax
 from etils import epath
+from rich import progress
+from rich.console import Console
 
 
 class Report:
@@ -24,6 +26,17 @@ class Report:
         self._path = epath.Path(workdir) / "metrics.jsonl"
         self._total, self._tokens, self._seconds = total_steps, 0, 0.0
         self._begun, self._begun_step, self._events = time.time(), step, None
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not self._first)
+        self._bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", completed=step, total=total_steps)
         if not self._first:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +55,7 @@ class Report:
             self._events = SummaryWriter(str(self._path.parent))
 
     def __enter__(self) -> Report:
+        self._bar.start()
         return self
 
     def __exit__(
@@ -50,13 +64,15 @@ class Report:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        self._bar.stop()
         if self._events:
             self._events.close()
 
     def count(self, tokens: int, seconds: float) -> None:
-        """Adds a step's work to what the next report divides."""
+        """Adds a step's work to what the next report divides; moves the bar."""
         self._tokens += tokens
         self._seconds += seconds
+        self._bar.advance(self._task)
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Reports a training step: writes its figures, prints the main ones."""
@@ -66,10 +82,13 @@ class Report:
         done = step - self._begun_step
         left = (time.time() - self._begun) / max(done, 1) * (self._total - step)
         alphas = " ".join(f"{figures[name]:.3f}" for name in sorted(figures) if "alpha_" in name)
-        self._print(
-            f"step {step}/{self._total}  loss {figures['loss']:.4f}  α {alphas}  "
-            f"{rate:.0f} tokens/s  {left / 60:.1f} min left"
+        told = (
+            f"loss {figures['loss']:.4f}  α {alphas}  {rate:.0f} tokens/s  {left / 60:.1f} min left"
         )
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=told)
+        else:
+            self._console.print(f"step {step}/{self._total}  {told}")
 
     def write(self, step: int, figures: Mapping[str, float], *, show: bool = True) -> None:
         """Writes figures of a step; prints them all."""
@@ -83,14 +102,8 @@ class Report:
                 self._events.add_scalar(name, value, step)
         if show:
             told = "  ".join(f"{name} {value:.4f}" for name, value in known.items())
-            self._print(f"step {step}/{self._total}  {told}")
+            self._console.print(f"step {step}/{self._total}  {told}")
 
     def _flush(self) -> None:
         """All lines at once: buckets cannot append, and half a line is never seen."""
         self._path.write_text("".join(f"{line}\n" for line in self._lines))
-
-    def _print(self, text: str) -> None:
-        if self._first:
-            from rich.console import Console
-
-            Console(highlight=False, soft_wrap=True).print(text)

@@ -18,6 +18,10 @@ from specjax.distillation.steps import TrainState
 LAST, BEST = "last", "best"
 
 
+class OtherConfig(ValueError):
+    """A run cannot go on with another config."""
+
+
 class Checkpoints:
     """Orbax checkpoints of a work directory, written in the background.
 
@@ -27,13 +31,22 @@ class Checkpoints:
     def __init__(self, workdir: str):
         self._root = epath.Path(workdir) / "checkpoints"
         options = {
-            LAST: ocp.CheckpointManagerOptions(max_to_keep=2),
-            BEST: ocp.CheckpointManagerOptions(
-                max_to_keep=1, best_fn=lambda metrics: metrics["score"], best_mode="max"
-            ),
-        }
+            LAST: {"max_to_keep": 2},
+            BEST: {
+                "max_to_keep": 1, "best_fn": lambda metrics: metrics["score"], "best_mode": "max",
+            },
+        }  # fmt: skip
         self._managers = {
-            name: ocp.CheckpointManager(self._root / name, options=option)
+            name: ocp.CheckpointManager(
+                self._root / name,
+                options=ocp.CheckpointManagerOptions(
+                    # Both write at a time, and must not wait at each other's barriers.
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        barrier_sync_key_prefix=name
+                    ),
+                    **option,
+                ),
+            )
             for name, option in options.items()
         }
 
@@ -45,6 +58,7 @@ class Checkpoints:
                 state=ocp.args.StandardSave(_plain(state)),
                 data=grain.checkpoint.CheckpointSave(data),
                 config=ocp.args.JsonSave(json.loads(config)),
+                hosts=ocp.args.JsonSave({"count": jax.process_count()}),
             ),
             force=True,
         )
@@ -61,7 +75,8 @@ class Checkpoints:
         """The newest state that can be read; `state` itself where there is none.
 
         A damaged checkpoint is named in the log and deleted, and the one before is taken. The data
-        iterator is moved to where it was.
+        iterator is moved to where it was; where another number of hosts saved it, it cannot be, and the
+        log says so.
 
         Args:
           state: of the same form, whose arrays lie where the restored ones shall.
@@ -69,17 +84,26 @@ class Checkpoints:
           config: JSON, which must be what it was.
 
         Raises:
-          ValueError: the config differs; the message says where.
+          OtherConfig: the config differs; the message says where.
         """
         manager = self._managers[LAST]
         for step in sorted(manager.all_steps(), reverse=True):
-            args = ocp.args.Composite(
-                state=ocp.args.StandardRestore(_plain(state)),
-                data=grain.checkpoint.CheckpointRestore(data),
-                config=ocp.args.JsonRestore(),
-            )
+            kept = {"config": ocp.args.JsonRestore(), "hosts": ocp.args.JsonRestore()}
             try:
-                saved = manager.restore(step, args=args)
+                saved = manager.restore(step, args=ocp.args.Composite(**kept))
+                check_same_config(saved["config"], json.loads(config))
+                hosts = saved["hosts"]["count"]
+                kept = {"state": ocp.args.StandardRestore(_plain(state))}
+                if hosts == jax.process_count():
+                    kept["data"] = grain.checkpoint.CheckpointRestore(data)
+                else:
+                    logging.getLogger(__name__).warning(
+                        "checkpoint %d was saved by %d hosts, here are %d: the data begins anew",
+                        step, hosts, jax.process_count(),
+                    )  # fmt: skip
+                saved = manager.restore(step, args=ocp.args.Composite(**kept))
+            except OtherConfig:
+                raise
             except Exception as error:  # whatever a damaged file makes the reader raise
                 logging.getLogger(__name__).warning(
                     "checkpoint %d is damaged, the one before is taken: %s",
@@ -88,19 +112,15 @@ class Checkpoints:
                 shutil.rmtree(self._root / LAST / str(step), ignore_errors=True)
                 manager.reload()
                 continue
-            check_same_config(saved["config"], json.loads(config))
             return _typed(saved["state"])
         return state
 
-    def restore_best(self, params: Any) -> tuple[Any, int]:
-        """The params with the highest score, and their step.
-
-        Raises:
-          FileNotFoundError: none was saved.
-        """
+    def restore_best(self, params: Any) -> tuple[Any, int] | None:
+        """The params with the highest score, where `params` lie, and their step; None without any."""
+        self._managers[BEST].wait_until_finished()
         step = self._managers[BEST].best_step()
         if step is None:
-            raise FileNotFoundError(f"{self._root / BEST} holds no checkpoint")
+            return None
         args = ocp.args.Composite(params=ocp.args.StandardRestore(params))
         return self._managers[BEST].restore(step, args=args)["params"], step
 
@@ -125,10 +145,10 @@ def _typed(plain: dict[str, Any]) -> TrainState:
 
 
 def check_same_config(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises ValueError that names every key whose value differs."""
+    """Raises OtherConfig that names every key whose value differs."""
     differences = list(_differences(saved, wanted, ""))
     if differences:
-        raise ValueError(
+        raise OtherConfig(
             "this work directory was begun with another config: "
             + "; ".join(differences)
             + "; use another directory, or the same config"

@@ -12,8 +12,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.distillation.features import Batch, traces
+from specjax.losses import Losses
 from specjax.models.sharding import param_shardings
-from specjax.types import PyTree, Terms, Trainable
+from specjax.types import PyTree, Terms, Trace, Trainable
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +58,7 @@ class Recipe:
       losses: (name, coefficient) of each loss.
       dtype: in which the drafter computes.
       average_decay: of the moving average; 0 for none.
+      remat: compute inner states and logits again in the backward pass.
     """
 
     graphdef: Any
@@ -65,19 +67,24 @@ class Recipe:
     losses: tuple[tuple[str, float], ...]
     dtype: Any
     average_decay: float = 0.0
+    remat: bool = True
+
+    def traces(self, target_params: PyTree, batch: Batch) -> Trace:
+        """What the target made of a batch."""
+        return traces(self.graphdef, target_params, self.drafter.taps, batch)
 
     def row_terms(
         self, params: PyTree, target_params: PyTree, batch: Batch, key: jax.Array
     ) -> Terms:
         """The objective's terms, summed over the rows of a batch `[B, T]`."""
-        trace = traces(self.graphdef, target_params, self.drafter.taps, batch)
-        names = tuple(name for name, _ in self.losses)
-        one = functools.partial(self.drafter.objective, losses=names)
+        losses = Losses(tuple(name for name, _ in self.losses), self.remat)
+        params = compute_params(params, self.dtype)
+        one = functools.partial(self.drafter.objective, params, target_params, losses=losses)
+        trace = self.traces(target_params, batch)
         keys = jax.random.split(key, trace.tokens.shape[0])
-        terms = jax.vmap(one, (None, None, 0, 0))(
-            compute_params(params, self.dtype), target_params, trace, keys
-        )
-        return jax.tree.map(lambda x: x.sum(0), terms)
+        if len(keys) == 1:  # conditions stay conditions
+            return one(*jax.tree.map(lambda x: x[0], (trace, keys)))
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(trace, keys))
 
 
 def new_state(recipe: Recipe, params: PyTree, seed: int, mesh: Mesh) -> TrainState:
@@ -162,3 +169,14 @@ def evaluation_step(
 ) -> Terms:
     """The terms of a batch `[B, T]`, summed over its rows."""
     return recipe.row_terms(params, target_params, batch, key)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe",))
+def agreement_step(
+    recipe: Recipe, params: PyTree, target_params: PyTree, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """`Trainable.agreement` of a batch, `[B, T, K]`, and what is supervised, `[B, T]` bool."""
+    trace = recipe.traces(target_params, batch)
+    params = compute_params(params, recipe.dtype)
+    one = functools.partial(recipe.drafter.agreement, params, target_params)
+    return jax.vmap(one)(trace), trace.weights > 0

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from specjax import metrics
 from specjax.distillation.features import Batch
 from specjax.distillation.optimizers import make_optimizer
 from specjax.distillation.report import Report
 from specjax.distillation.state import Checkpoints
 from specjax.distillation.steps import (
     Recipe,
+    agreement_step,
     compute_params,
     evaluation_step,
     new_state,
@@ -38,12 +40,14 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-      drafter: with the params of the last step, or their average where there is one.
+      drafter: with the best params by `alpha`, or the last where that was never evaluated.
+      exported_step: the step they are of.
       step: updates done.
       preempted: it was told to stop before the last step; the same command goes on.
     """
 
     drafter: LoadedDrafter
+    exported_step: int
     step: int
     preempted: bool
 
@@ -62,7 +66,7 @@ def train(
     """Trains a drafter, from the newest checkpoint of the work directory if there is one.
 
     Args:
-      config: `seed`, `total_steps`, `accumulate`, `loss` {name: coefficient}, `optimizer`,
+      config: `seed`, `total_steps`, `accumulate`, `remat`, `loss` {name: coefficient}, `optimizer`,
         `average_decay`, `mesh`, and the periods `log_every`, `alpha_every`, `save_every`.
       target: frozen.
       loaded: the drafter with its first params.
@@ -80,7 +84,7 @@ def train(
     optimizer, rate = make_optimizer(config["optimizer"], config["total_steps"])
     recipe = Recipe(
         target.graphdef, loaded.drafter, optimizer, tuple(dict(config["loss"]).items()),
-        jnp.dtype(target.dtype), config["average_decay"],
+        jnp.dtype(target.dtype), config["average_decay"], config["remat"],
     )  # fmt: skip
     target_params = jax.device_put(target.params, param_shardings(target.params, mesh))
     state = new_state(recipe, loaded.params, config["seed"], mesh)
@@ -103,14 +107,25 @@ def train(
         return {name: one(np.asarray(x)) for name, x in batch.items()}
 
     def alpha(params: PyTree) -> dict[str, float]:
+        """Teacher-forced means over the held-out text, and its cycles replayed."""
         sums: dict[str, np.ndarray] = {}
-        for batch in held_out():
+        cycles = []
+        for host_batch in held_out():
+            batch = placed(host_batch, 0)
             terms = evaluation_step(
-                recipe, params, target_params, placed(batch, 0), jax.random.key(config["seed"])
+                recipe, params, target_params, batch, jax.random.key(config["seed"])
             )
             for name, pair in terms.items():
                 sums[name] = sums.get(name, 0) + np.array([float(x) for x in pair])
-        return {f"held_out/{name}": float(s / w) for name, (s, w) in sums.items()}
+            arrays = agreement_step(recipe, params, target_params, batch)
+            agreement, supervised, tokens = fetched((*arrays, batch["tokens"]))
+            for row in zip(agreement, supervised, tokens, strict=True):
+                cycles += replayed(*row, target.stop_tokens)
+        figures = {f"held_out/{name}": float(s / w) for name, (s, w) in sums.items()}
+        accepted, drafted, committed = map(np.concatenate, zip(*cycles, strict=True))
+        alphas = metrics.alpha(accepted, drafted, committed, recipe.drafter.draft_depth)
+        figures |= {f"replayed/alpha_{k}": float(x) for k, x in enumerate(alphas, start=1)}
+        return figures | {"replayed/tau": metrics.tau(committed)}
 
     periods = {"alpha": (config["alpha_every"], alpha), **(evaluators or {})}
 
@@ -131,30 +146,46 @@ def train(
         while step < config["total_steps"] and not stop:
             batch = next(data)
             started = time.perf_counter()
-            state, metrics = train_step(
+            state, means = train_step(
                 recipe, state, target_params, placed(batch, config["accumulate"])
             )
             step += 1
-            loss = float(metrics["loss"])
-            if not np.isfinite(loss) or not np.isfinite(float(metrics["grad_norm"])):
+            loss = float(means["loss"])
+            if not np.isfinite(loss) or not np.isfinite(float(means["grad_norm"])):
                 checkpoints.close()
                 first = np.asarray(batch["tokens"])[0, :12].tolist()
                 raise FloatingPointError(
-                    f"step {step}: loss {loss}, gradient {float(metrics['grad_norm'])}; the batch "
+                    f"step {step}: loss {loss}, gradient {float(means['grad_norm'])}; the batch "
                     f"begins with tokens {first}; the checkpoints before are kept"
                 )
             tokens = int((np.asarray(batch["segments"]) > 0).sum()) * jax.process_count()
             report.count(tokens, time.perf_counter() - started)
             if step % config["log_every"] == 0 or step == config["total_steps"]:
-                figures = {name: float(value) for name, value in metrics.items()}
+                figures = {name: float(value) for name, value in means.items()}
                 report.step(step, figures | {"learning_rate": float(rate(step - 1))})
             evaluate(step)
             if step % config["save_every"] == 0 or step == config["total_steps"] or stop:
                 checkpoints.save(state, data, described)
+    params, exported_step = checkpoints.restore_best(state.best_params) or (state.best_params, step)
     checkpoints.close()
-    params = jax.device_get(multihost_utils.process_allgather(state.best_params, tiled=True))
-    trained = dataclasses.replace(loaded, params=compute_params(params, target.dtype))
-    return Outcome(trained, step, preempted=step < config["total_steps"])
+    trained = dataclasses.replace(loaded, params=compute_params(fetched(params), target.dtype))
+    return Outcome(trained, exported_step, step, preempted=step < config["total_steps"])
+
+
+def fetched(arrays: PyTree) -> PyTree:
+    """Arrays of all hosts on this one."""
+    return jax.device_get(multihost_utils.process_allgather(arrays, tiled=True))
+
+
+def replayed(
+    agreement: np.ndarray, supervised: np.ndarray, tokens: np.ndarray, stop_tokens: tuple[int, ...]
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """`metrics.replay` of every answer in a row of texts: `[T, K]`, `[T]` bool, `[T]`."""
+    edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False)).reshape(-1, 2)
+    return [
+        metrics.replay(agreement[start:end], stopped=tokens[end] in stop_tokens)
+        for start, end in edges
+    ]
 
 
 def _score(figures: Mapping[str, float]) -> float:

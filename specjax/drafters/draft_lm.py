@@ -14,7 +14,7 @@ from flax import nnx
 from specjax.checkpoints.export import export_folder
 from specjax.checkpoints.load import load_target
 from specjax.drafters import autoregressive
-from specjax.losses import token_losses, weighted_sums
+from specjax.losses import Losses, token_losses, weighted_sums
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target, random_target
@@ -26,6 +26,7 @@ from specjax.models.transformer import (
     read_text,
 )
 from specjax.noise import Noise
+from specjax.sampling import argmax
 from specjax.trees import Tree
 from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree, Terms, Trace
 
@@ -151,7 +152,7 @@ class DraftLM(autoregressive.TreeDrafter):
         target_params: PyTree,
         trace: Trace,
         key: jax.Array,
-        losses: tuple[str, ...],
+        losses: Losses,
     ) -> Terms:
         """The losses on every supervised token (DistillSpec, Zhou et al. 2023), and `alpha_1`.
 
@@ -160,15 +161,24 @@ class DraftLM(autoregressive.TreeDrafter):
         """
         model = self.model(params, target_params)
         where = trace.tokens, trace.positions, trace.segments
-        out = read_text(model, *where, remat=True)
+        out = read_text(model, *where, remat=losses.remat)
 
         def one(next_tokens, target_hidden, hidden):
             target_logits = jax.lax.stop_gradient(logits_of(target_params, target_hidden))
-            return token_losses(losses, next_tokens, target_logits, model.head(hidden))
+            return token_losses(losses.names, next_tokens, target_logits, model.head(hidden))
 
         next_tokens = jnp.roll(trace.tokens, -1)
-        terms = weighted_sums(one, trace.weights, next_tokens, trace.hidden, out.hidden)
+        arrays = next_tokens, trace.hidden, out.hidden
+        terms = weighted_sums(one, trace.weights, *arrays, remat=losses.remat)
         return terms | {"alpha_1": terms.pop("alpha")}
+
+    def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
+        """Teacher-forced: in a right draft the drafting model has read the text itself."""
+        model = self.model(params, target_params)
+        hidden = read_text(model, trace.tokens, trace.positions, trace.segments).hidden
+        likeliest = jax.lax.map(lambda h: argmax(model.head(h[None])[0]), hidden, batch_size=128)
+        right = likeliest == jnp.roll(trace.tokens, -1)
+        return jnp.stack([jnp.roll(right, -k) for k in range(self.num_draft_tokens)], axis=1)
 
 
 def draft_lm(

@@ -24,7 +24,7 @@ from specjax.models.sharding import make_mesh
 from specjax.types import Trace
 
 CONFIG = {
-    "seed": 0, "total_steps": 8, "accumulate": 1, "loss": {"forward_kl": 1.0},
+    "seed": 0, "total_steps": 8, "accumulate": 1, "remat": True, "loss": {"forward_kl": 1.0},
     "average_decay": 0.0, "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
     "log_every": 1, "alpha_every": 4, "save_every": 2,
     "optimizer": {

@@ -1,0 +1,82 @@
+"""Two processes under `jax.distributed` train as one does, and write one checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import dataclasses, sys
+import jax
+index, count, port, total, workdir = *map(int, sys.argv[1:5]), sys.argv[5]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if count > 1:
+    jax.distributed.initialize(f"localhost:{port}", count, index)
+import numpy as np
+from specjax.distillation import data
+from specjax.distillation.trainer import train
+from specjax.drafters.draft_lm import draft_lm, from_layers
+from specjax.models.target import random_target
+from tests.conftest import TINY
+from tests.distillation.test_trainer import CONFIG
+
+target = random_target(TINY, seed=1)
+target = dataclasses.replace(
+    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
+)
+rng = np.random.default_rng(3)
+examples = [
+    data.Example(rng.integers(0, 61, 16).astype(np.int32), np.arange(16) >= 3) for _ in range(8)
+]
+
+rows = {"batch_size": 4 // count, "sequence_length": 16}
+outcome = train(
+    CONFIG | {"total_steps": total, "mesh": {"data": -1, "fsdp": 1, "tensor": 1}},
+    target, draft_lm(from_layers(target, 2), target, 4),
+    data.train_batches(examples, seed=0, process_index=index, process_count=count, **rows),
+    lambda: iter(data.evaluation_batches(
+        examples, process_index=index, process_count=count, **rows)), workdir,
+)
+print(outcome.step, outcome.exported_step)
+"""
+
+
+def run(workdir, count, total):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    arguments = [str(count), str(port), str(total), str(workdir)]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(index), *arguments],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    told = [host.communicate(timeout=600) for host in hosts]
+    for host, (_, errors) in zip(hosts, told, strict=True):
+        assert host.returncode == 0, errors[-3000:]
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], {out.splitlines()[-1] for out, _ in told}
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path):
+    """The same curve, one checkpoint, and one process goes on from it as if it had made it."""
+    alone, (printed,) = run(tmp_path / "alone", 1, 8)
+    both, printed_by_both = run(tmp_path / "both", 2, 8)
+    assert printed_by_both == {printed}
+    assert [x["step"] for x in both] == [x["step"] for x in alone]
+    for one, other in zip(alone, both, strict=True):
+        for name in one.keys() - {"tokens_per_second"}:
+            assert other[name] == pytest.approx(one[name], rel=1e-4), name
+    assert sorted(p.name for p in (tmp_path / "both/checkpoints/last").iterdir()) == ["6", "8"]
+    # Eight steps are all there are: one process restores the checkpoint and finds nothing to do.
+    restored, (printed_again,) = run(tmp_path / "both", 1, 8)
+    assert printed_again == printed and restored == both
