@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
             "average_decay": 0.0,  # of a moving average of the weights; 0 for none
             "data": {
                 "path": "",
+                "template_options": {},  # of the chat template, like enable_thinking
                 "sequence_length": 2048,
                 "batch_size": 8,  # rows a step, over all hosts
                 "held_out": 0.05,  # share of the prompts

@@ -18,6 +18,10 @@ def get_config(mode: str = "") -> ConfigDict:
     config.target = "smollm2"
     config.drafter = {"name": "draft_lm", "num_layers": 4, "num_draft_tokens": 4}
     config.data.sequence_length = 512
+    config.data.batch_size = config.accumulate = (
+        4  # a row at a time, nothing computed twice: a CPU's
+    )
+    config.remat = False
     config.total_steps = 600
     config.optimizer.learning_rate = 1e-3
     return common.for_mode(config, mode)

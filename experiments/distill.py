@@ -32,8 +32,8 @@ from specjax.distillation.trainer import train
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter, PyTree
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder or bucket of checkpoints and metrics.")
+CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder or bucket of checkpoints and metrics.")
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "Join the other hosts of a pod first (jax.distributed)."
 )
@@ -41,10 +41,10 @@ _DISTRIBUTED = flags.DEFINE_bool(
 
 def main() -> None:
     """Reads the data, loads the target, trains, exports."""
-    launch.require(config=_CONFIG.value, workdir=_WORKDIR.value)
+    launch.require(config=CONFIG.value, workdir=WORKDIR.value)
     if _DISTRIBUTED.value:
         jax.distributed.initialize()
-    config = _CONFIG.value.copy_and_resolve_references()
+    config = CONFIG.value.copy_and_resolve_references()
     launch.require(**{"config.data.path": config.data.path, "config.target": config.target})
     target = launch.load_target(config.target)
     train_examples, held_out = read(config, target)
@@ -57,14 +57,14 @@ def main() -> None:
         say(f"first weights: step {best[1]} of {config.init_from}")
     outcome = train(
         config.to_dict(), target, loaded, batches(config, target, loaded, train_examples),
-        evaluation(config, held_out), _WORKDIR.value,
+        evaluation(config, held_out), WORKDIR.value,
         evaluators={"tau": (config.tau_every, tau(config, target, loaded, held_out))},
         tensorboard=config.tensorboard,
     )  # fmt: skip
     if outcome.preempted:
         say(f"preempted at step {outcome.step}: the same command goes on")
     elif jax.process_index() == 0:
-        folder = epath.Path(_WORKDIR.value) / "drafter"
+        folder = epath.Path(WORKDIR.value) / "drafter"
         drafters.export(outcome.drafter, target, pathlib.Path(folder))
         say(f"the drafter, of step {outcome.exported_step}, is in {folder}")
 
@@ -79,7 +79,7 @@ def read(config: ConfigDict, target: Target) -> tuple[list[data.Example], list[d
     """The examples to train on and to evaluate on; prints what was read."""
     examples, stats = data.read_examples(
         config.data.path, target.tokenizer, vocab_size=target.config.vocab_size,
-        max_tokens=config.data.sequence_length,
+        max_tokens=config.data.sequence_length, template_options=config.data.template_options,
     )  # fmt: skip
     say(
         f"{stats.kept} of {stats.read} examples, {stats.too_long} longer than "

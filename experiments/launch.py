@@ -9,6 +9,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -141,9 +142,12 @@ def check_writable(path: str | None) -> None:
 
 
 def write_json(path: str | None, figures: dict[str, Any]) -> None:
-    """Writes the figures, if a file was asked for."""
+    """Writes the figures and the command that gave them, if a file was asked for."""
     if path:
-        pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+        program = f"experiments.{pathlib.Path(sys.argv[0]).stem}"
+        command = shlex.join(["python", "-m", program, *sys.argv[1:]])
+        text = json.dumps({"command": command, **figures}, indent=1)
+        pathlib.Path(path).write_text(text + "\n", "utf-8")
 
 
 def machine() -> dict[str, Any]:

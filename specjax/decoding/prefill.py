@@ -21,11 +21,24 @@ from specjax.models.transformer import causal_mask
 from specjax.types import Committed, Drafter, PyTree, StopReason
 
 CHUNKS = (32, 64, 128, 256, 512)  # tokens a forward pass
+PASS = 16  # what another pass costs, in tokens: it reads all weights again
 
 
 def chunk_size(rows: int) -> int:
-    """The bucket for the next chunk of `rows` rows: the smallest that holds them, or the largest."""
-    return next((size for size in CHUNKS if size >= rows), CHUNKS[-1])
+    """The bucket of the next chunk where so many rows are left: of all, or of some and more passes."""
+    return _cheapest(rows, CHUNKS)[1]
+
+
+@functools.cache
+def _cheapest(rows: int, chunks: tuple[int, ...]) -> tuple[int, int]:
+    """The least cost of so many rows, in tokens, and the first chunk's size, the larger of equals."""
+    if rows > chunks[-1]:
+        return chunks[-1] + PASS + _cheapest(rows - chunks[-1], chunks)[0], chunks[-1]
+    options = [
+        (size + PASS + (_cheapest(rows - size, chunks)[0] if size < rows else 0), size)
+        for size in chunks
+    ]
+    return min(options, key=lambda option: (option[0], -option[1]))
 
 
 @functools.partial(

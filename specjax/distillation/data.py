@@ -4,7 +4,8 @@ A line of a JSONL file holds one of
 
 * `prompt_tokens` and `response_tokens`, as `experiments.regenerate` writes them: the tokens that the
   target read and wrote, used as they are;
-* `messages` (or `conversations`), a list of `{"role": …, "content": …}`, with `tools` if it has any;
+* `messages`, a list of `{"role": …, "content": …}`, with `tools` if it has any; or `conversations`, the
+  same or with ShareGPT's `from` (`human`, `gpt`) and `value`;
 * `prompt` and `response` as texts, which are two such messages.
 
 Text goes through the tokenizer's chat template. What the target's assistant says is supervised, its
@@ -68,6 +69,7 @@ def read_examples(
     *,
     vocab_size: int,
     max_tokens: int,
+    template_options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Example], ReadStats]:
     """The examples of a file, in its order.
 
@@ -77,6 +79,7 @@ def read_examples(
       tokenizer: the target's; None where the file holds token ids.
       vocab_size: the target's.
       max_tokens: longer examples are left out, and counted.
+      template_options: further arguments of the chat template, such as `enable_thinking`.
 
     Raises:
       OSError: the file cannot be read.
@@ -92,7 +95,7 @@ def read_examples(
                 _check_origin(made_with | record, ours)
                 example = _from_tokens(record)
             else:
-                example = _from_text(record, tokenizer)
+                example = _from_text(record, tokenizer, template_options or {})
             wrong = example.tokens[(example.tokens < 0) | (example.tokens >= vocab_size)]
             if wrong.size:
                 raise ValueError(
@@ -180,10 +183,14 @@ def _from_tokens(record: Mapping[str, Any]) -> Example:
     return Example(tokens, np.arange(len(tokens)) >= len(parts[0]))
 
 
-def _from_text(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> Example:
+def _from_text(
+    record: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerFast | None,
+    options: Mapping[str, Any],
+) -> Example:
     if tokenizer is None:
         raise ValueError("this target has no tokenizer: give prompt_tokens and response_tokens")
-    messages = record.get("messages", record.get("conversations"))
+    messages = record.get("messages", _from_sharegpt(record.get("conversations")))
     if messages is None:
         roles = {"user": "prompt", "assistant": "response"}
         if not all(isinstance(record.get(name), str) for name in roles.values()):
@@ -192,7 +199,20 @@ def _from_text(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast | N
                 f"got {', '.join(record) or 'nothing'}"
             )
         messages = [{"role": role, "content": record[name]} for role, name in roles.items()]
-    return encode_chat(tokenizer, messages, tools=record.get("tools"))
+    return encode_chat(tokenizer, messages, **{"tools": record.get("tools"), **options})
+
+
+def _from_sharegpt(conversation: Any) -> Any:
+    """Turns of `from` and `value` as messages; anything else as it is."""
+    if not isinstance(conversation, list):
+        return conversation
+    roles = {"human": "user", "gpt": "assistant"}
+    return [
+        {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+        if isinstance(turn, dict) and turn.keys() >= {"from", "value"}
+        else turn
+        for turn in conversation
+    ]
 
 
 def encode_chat(

@@ -13,7 +13,9 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from specjax import metrics
 from specjax.distillation.features import Batch
@@ -80,12 +82,7 @@ def train(
       FloatingPointError: the loss was not finite; the params are those before it, and saved.
       ValueError: config and work directory, or mesh and batch, do not fit.
     """
-    mesh = make_mesh(**config["mesh"])
-    optimizer, rate = make_optimizer(config["optimizer"], config["total_steps"])
-    recipe = Recipe(
-        target.graphdef, loaded.drafter, optimizer, tuple(dict(config["loss"]).items()),
-        jnp.dtype(target.dtype), config["average_decay"], config["remat"],
-    )  # fmt: skip
+    mesh, recipe, rate = set_up(config, target, loaded)
     target_params = jax.device_put(target.params, param_shardings(target.params, mesh))
     state = new_state(recipe, loaded.params, config["seed"], mesh)
 
@@ -97,21 +94,12 @@ def train(
     report = Report(workdir, step, config["total_steps"], tensorboard=tensorboard)
     stop = _Stop()
 
-    def placed(batch: Batch, groups: int) -> Batch:
-        def one(x: np.ndarray) -> jax.Array:
-            x = x.reshape(groups, len(x) // groups, *x.shape[1:]) if groups else x
-            rows = x.shape[bool(groups)] * jax.process_count()
-            sharding = batch_sharding(mesh, rows, leading=int(bool(groups)))
-            return jax.make_array_from_process_local_data(sharding, x)
-
-        return {name: one(np.asarray(x)) for name, x in batch.items()}
-
     def alpha(params: PyTree) -> dict[str, float]:
         """Teacher-forced means over the held-out text, and its cycles replayed."""
         sums: dict[str, np.ndarray] = {}
         cycles = []
         for host_batch in held_out():
-            batch = placed(host_batch, 0)
+            batch = place(mesh, host_batch)
             terms = evaluation_step(
                 recipe, params, target_params, batch, jax.random.key(config["seed"])
             )
@@ -147,7 +135,7 @@ def train(
             batch = next(data)
             started = time.perf_counter()
             state, means = train_step(
-                recipe, state, target_params, placed(batch, config["accumulate"])
+                recipe, state, target_params, place(mesh, batch, config["accumulate"])
             )
             step += 1
             loss = float(means["loss"])
@@ -170,6 +158,36 @@ def train(
     checkpoints.close()
     trained = dataclasses.replace(loaded, params=compute_params(fetched(params), target.dtype))
     return Outcome(trained, exported_step, step, preempted=step < config["total_steps"])
+
+
+def set_up(
+    config: Mapping[str, Any], target: Target, loaded: LoadedDrafter
+) -> tuple[Mesh, Recipe, optax.Schedule]:
+    """The mesh, what a step does, and its learning rate, as a config for `train` has them."""
+    optimizer, rate = make_optimizer(config["optimizer"], config["total_steps"])
+    recipe = Recipe(
+        target.graphdef, loaded.drafter, optimizer, tuple(dict(config["loss"]).items()),
+        jnp.dtype(target.dtype), config["average_decay"], config["remat"],
+    )  # fmt: skip
+    return make_mesh(**config["mesh"]), recipe, rate
+
+
+def place(mesh: Mesh, batch: Batch, groups: int = 0) -> Batch:
+    """This host's rows, `[rows, …]` each, as part of the batch of all hosts on the mesh.
+
+    Args:
+      mesh: where.
+      batch: of numpy arrays.
+      groups: A, for micro-batches `[A, rows / A, …]`; 0 leaves the rows as they are.
+    """
+
+    def one(x: np.ndarray) -> jax.Array:
+        x = x.reshape(groups, len(x) // groups, *x.shape[1:]) if groups else x
+        rows = x.shape[bool(groups)] * jax.process_count()
+        sharding = batch_sharding(mesh, rows, leading=int(bool(groups)))
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return {name: one(np.asarray(x)) for name, x in batch.items()}
 
 
 def fetched(arrays: PyTree) -> PyTree:

@@ -271,7 +271,7 @@ class Transformer(nnx.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """`[T, D]` after the final norm → float32 logits `[T, V]`."""
         weight = self.embedding if self.config.tie_embeddings else self.head_weight
-        return jnp.einsum("td,vd->tv", hidden, weight[...], preferred_element_type=jnp.float32)
+        return _project(hidden, weight[...])
 
     def __call__(
         self,
@@ -349,6 +349,11 @@ class Transformer(nnx.Module):
 def logits_of(params: Any, hidden: jax.Array) -> jax.Array:
     """`Transformer.head` from the params alone: `[…, D]` → float32 `[…, V]`."""
     weight = params["head_weight"] if "head_weight" in params else params["embedding"]
+    return _project(hidden, weight)
+
+
+def _project(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[…, D]` × `[V, D]` → float32 `[…, V]`."""
     return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
 
 

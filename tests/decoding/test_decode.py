@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax import StopReason
+from specjax.decoding.prefill import chunk_size
 from specjax.drafters import NGram
 from tests.fakes import PROMPTS, lookup, oracle, reference_text
 
@@ -156,6 +157,20 @@ def test_a_row_does_not_depend_on_its_batch(tiny, drafter):
         for other, index in ((alone, 0), (backwards, len(PROMPTS) - 1 - row)):
             np.testing.assert_array_equal(together.tokens[row], other.tokens[index])
             np.testing.assert_array_equal(together.committed[row], other.committed[index])
+
+
+def test_prompts_are_padded_little_and_cut_seldom():
+    def chunks(rows):
+        sizes = []
+        while rows > 0:
+            sizes.append(chunk_size(rows))
+            rows -= sizes[-1]
+        return sizes
+
+    assert chunks(20) == [32] and chunks(33) == [64] and chunks(100) == [128]
+    assert chunks(150) == [128, 32]  # not 256
+    assert chunks(200) == [256] and chunks(700) == [512, 128, 64]
+    assert all(sum(chunks(rows)) - rows < 64 for rows in range(1, 600))
 
 
 @pytest.mark.parametrize("drafter", [None, NGram(3)])

@@ -130,7 +130,7 @@ def test_all_forms_of_a_line_give_the_same_example(tmp_path):
     path = write(
         tmp_path / "x.jsonl",
         {"messages": CHAT[:2]},
-        {"conversations": CHAT[:2]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"prompt": "hi", "response": "yes"},
         {"prompt": "x", "response": "", "prompt_tokens": ids[:cut], "response_tokens": ids[cut:-1]},
     )
@@ -142,6 +142,20 @@ def test_all_forms_of_a_line_give_the_same_example(tmp_path):
     np.testing.assert_array_equal(examples[3].tokens, whole.tokens[:-1])
     np.testing.assert_array_equal(examples[3].loss_mask, whole.loss_mask[:-1])
     assert stats == data.ReadStats(4, 4, 0, 4 * len(ids) - 1, 4 * len("yes."))
+
+
+def test_options_reach_the_template(tmp_path):
+    tokenizer = tokenizer_with("{% if brief %}<|start|>{% endif %}" + PLAIN)
+    path = write(tmp_path / "x.jsonl", {"prompt": "hi", "response": "yes"})
+    lengths = [
+        len(
+            data.read_examples(
+                path, tokenizer, vocab_size=len(TOKENS), max_tokens=100, template_options=options
+            )[0][0].tokens
+        )
+        for options in ({"brief": False}, {"brief": True})
+    ]
+    assert lengths[1] == lengths[0] + 1
 
 
 def test_long_examples_are_left_out_and_counted(tmp_path):

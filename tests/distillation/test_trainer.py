@@ -20,7 +20,7 @@ from specjax.distillation.optimizers import make_optimizer, schedule
 from specjax.distillation.state import Checkpoints
 from specjax.distillation.trainer import train
 from specjax.drafters.draft_lm import draft_lm, from_layers
-from specjax.models.sharding import make_mesh
+from specjax.models.sharding import AXES, batch_sharding, make_mesh
 from specjax.types import Trace
 
 CONFIG = {
@@ -153,11 +153,12 @@ def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
             return {k: x[0] for k, x in batch.items()}
 
     with pytest.raises(FloatingPointError, match=r"step 1: loss nan.*begins with tokens \["):
-        train(CONFIG, tiny, loaded, Broken(), lambda: iter(()), str(tmp_path))
+        config = CONFIG | {"alpha_every": 0}
+        train(config, tiny, loaded, Broken(), lambda: iter(()), str(tmp_path))
 
 
 KILLED = """
-import dataclasses, os, signal, sys
+import dataclasses, os, resource, signal, sys
 import numpy as np
 import jax
 from specjax.distillation import data, trainer
@@ -177,8 +178,11 @@ workdir, kill_at, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 original = trainer.train_step
 def step(recipe, state, *rest):
     state, metrics = original(recipe, state, *rest)
-    if int(state.step) == kill_at:
+    if int(state.step) == kill_at and kind:
         os.kill(os.getpid(), kind)
+    elif int(state.step) == kill_at:  # files no longer grow, as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     return state, metrics
 trainer.train_step = step
 outcome = tests.run(target, examples, workdir)
@@ -189,12 +193,13 @@ print(outcome.step, outcome.preempted, repr(total))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, "full disk"])
 def test_resuming_is_bitwise(tmp_path, kind):
     """Killed at step 5 of 8, saved at 4 (or at 5, when it is asked to end): the same in the end."""
+    number = 0 if kind == "full disk" else int(kind)
 
     def output(workdir, kill_at):
-        command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(int(kind))]
+        command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(number)]
         env = os.environ | {"JAX_PLATFORMS": "cpu"}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -203,8 +208,10 @@ def test_resuming_is_bitwise(tmp_path, kind):
     killed = output(tmp_path / "cut", 5)
     if kind == signal.SIGTERM:
         assert killed.returncode == 0 and killed.stdout.split("\n")[-2].startswith("5 True")
-    else:
+    elif kind == signal.SIGKILL:
         assert killed.returncode == -signal.SIGKILL
+    else:  # the save of step 6 fails
+        assert killed.returncode == 1 and "File too large" in killed.stderr, killed.stderr[-2000:]
     resumed = output(tmp_path / "cut", -1)
     assert resumed.stdout.split("\n")[-2] == whole.stdout.split("\n")[-2]
     told, expected = ([x["step"] for x in lines(tmp_path / name)] for name in ("cut", "whole"))
@@ -360,6 +367,15 @@ for sizes in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
     print(float(metrics["loss"]), float(metrics["grad_norm"]), split,
           [row.tolist() for row in result.tokens], sep="|")
 """
+
+
+def test_a_mesh_must_divide_the_batch():
+    mesh = jax.sharding.AbstractMesh((2, 4, 1), AXES)
+    assert batch_sharding(mesh, 16).spec == jax.sharding.PartitionSpec(("data", "fsdp"))
+    with pytest.raises(ValueError, match="12 rows does not divide by data × fsdp = 8"):
+        batch_sharding(mesh, 12)
+    with pytest.raises(ValueError, match=r"data=1 × fsdp=2 × tensor=1 does not make 1 devices"):
+        make_mesh(1, 2, 1)
 
 
 @pytest.mark.slow
