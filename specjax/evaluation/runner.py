@@ -134,8 +134,8 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Decodes every batch of prompts plainly and with every drafter, one after the other.
 
-    Each program runs once before it is timed. All prompts share one `max_len`, so that each is
-    compiled once (twice where the last batch is smaller).
+    Everything runs once before it is timed, for a few tokens where `max_len` is given: then the programs
+    are the same, and what prompts of other lengths need for their prefill is compiled, too.
 
     Args:
       target: from `specjax.load_target`.
@@ -156,20 +156,23 @@ def evaluate(
     peers: dict[str | None, list[PeerResult]] = {name: [] for name in (None, *drafters)}
     plain: list[DecodeResult] = []
 
-    def ask_peer(rows: Sequence[Any], name: str | None) -> list[PeerResult]:
+    def ask_peer(rows: Sequence[Any], name: str | None, budget: int) -> list[PeerResult]:
         drafter, _ = drafter_and_params(drafters[name] if name else None)
         mode = PEER_MODES.get(type(drafter)) if name else "plain"
         if peer is None or mode is None or (name and batch > 1):
             return []
         if name and drafter.draft_depth < drafter.num_draft_tokens:
             return []  # transformers drafts chains only
-        k, budget = drafter.num_draft_tokens if name else 0, options.get("max_new_tokens", 128)
+        k = drafter.num_draft_tokens if name else 0
         return [peer.decode(rows, mode=mode, num_draft_tokens=k, max_new_tokens=budget)]
 
-    for rows in {len(rows): rows for rows in batches}.values():
+    budget = options.get("max_new_tokens", 128)
+    few = min(budget, 2) if "max_len" in options else budget
+    for rows in batches:
         for name in (None, *drafters):
-            decode(target, drafters[name] if name else None, rows, **options)
-            ask_peer(rows, name)
+            drafter = drafters[name] if name else None
+            decode(target, drafter, rows, **options | {"max_new_tokens": few})
+            ask_peer(rows, name, few)
     for number, rows in enumerate(batches):
         if progress:
             progress("evaluating", number * batch, len(prompts))
@@ -178,10 +181,10 @@ def evaluate(
         plain.append(decode(target, None, rows, **options))
         if StopReason.NAN in plain[-1].stop_reason:
             raise FloatingPointError(f"batch {number}: the target's output is not finite")
-        peers[None] += ask_peer(rows, None)
+        peers[None] += ask_peer(rows, None, budget)
         for name, drafter in drafters.items():
             runs[name].append(decode(target, drafter, rows, **options))
-            peers[name] += ask_peer(rows, name)
+            peers[name] += ask_peer(rows, name, budget)
     if progress:
         progress("evaluating", len(prompts), len(prompts))
     return {
