@@ -134,8 +134,8 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Decodes every batch of prompts plainly and with every drafter, one after the other.
 
-    Everything runs once before it is timed, for a few tokens where `max_len` is given: then the programs
-    are the same, and what prompts of other lengths need for their prefill is compiled, too.
+    Everything runs once before it is timed, so that nothing is compiled then; only for a few tokens
+    where `max_len` is given, since the programs are the same.
 
     Args:
       target: from `specjax.load_target`.
