@@ -14,7 +14,14 @@ def get_config() -> ConfigDict:
             "total_steps": 1000,
             "accumulate": 1,  # micro-batches a step
             "remat": True,  # recompute in the backward pass; False is faster where memory allows
-            "loss": {"forward_kl": 1.0},  # coefficients of specjax.losses
+            "loss": {  # coefficients of specjax.losses
+                "forward_kl": 1.0,
+                "reverse_kl": 0.0,
+                "jensen_shannon": 0.0,
+                "total_variation": 0.0,
+                "lk_hybrid": 0.0,
+                "cross_entropy": 0.0,
+            },
             "average_decay": 0.0,  # of a moving average of the weights; 0 for none
             "data": {
                 "path": "",

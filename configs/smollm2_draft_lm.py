@@ -18,10 +18,13 @@ def get_config(mode: str = "") -> ConfigDict:
     config.target = "smollm2"
     config.drafter = {"name": "draft_lm", "num_layers": 4, "num_draft_tokens": 4}
     config.data.sequence_length = 512
-    config.data.batch_size = config.accumulate = (
-        4  # a row at a time, nothing computed twice: a CPU's
-    )
+    # A row at a time, and nothing computed twice: a CPU's.
+    config.data.batch_size = 4
+    config.accumulate = 4
     config.remat = False
-    config.total_steps = 600
+    config.data.held_out_rows = 8
+    config.total_steps = 230
     config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 20
+    config.alpha_every = config.save_every = 50
     return common.for_mode(config, mode)

@@ -35,6 +35,7 @@ from specjax.checkpoints.export import export_folder
 from specjax.distillation import features
 from specjax.distillation.steps import new_state, train_step
 from specjax.distillation.trainer import place, set_up
+from specjax.drafters.draft_lm import from_layers
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter
 
@@ -55,6 +56,8 @@ def main() -> None:
         serve(config)
         return
     launch.check_writable(_JSON.value)
+    if jax.default_backend() != "cpu":
+        raise ValueError("the sides share one machine: a CPU's only")
     target = launch.load_target(config.target)
     loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
     started = time.perf_counter()
@@ -66,7 +69,8 @@ def main() -> None:
     size = sum(path.stat().st_size for path in folder.iterdir())
     tokens = [int((batch["segments"] > 0).sum()) for batch in batches[1:]]
     seconds: dict[str, list[float]] = {}
-    memory = {}
+    memory: dict[str, int] = {}
+    losses: dict[int, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         sides = {name: stack.enter_context(child(name)) for name in ("cached", "online")}
         if _PEER.value:
@@ -74,9 +78,13 @@ def main() -> None:
         for step in range(1 + _STEPS.value):  # the first compiles
             for name, side in sides.items():
                 answer = ask(side, "step")
+                losses.setdefault(step, {})[name] = answer["loss"]
                 if step:
                     seconds.setdefault(name, []).append(answer["seconds"])
                 memory[name] = answer["peak_bytes"]
+    for told in losses.values():  # the cache is rounded to its type, so online differs a little
+        if not np.allclose(list(told.values()), next(iter(told.values())), rtol=0.02):
+            raise ValueError(f"the sides do not do the same: their losses are {told}")
     rows = [
         {
             "side": name,
@@ -148,9 +156,13 @@ def torch_child(
     config: ConfigDict, target: Target, batches: list[features.Batch]
 ) -> Iterator[subprocess.Popen]:
     """The torch loop, with the same first weights and batches."""
-    if config.drafter.name != "draft_lm" or "num_layers" not in config.drafter:
+    plain = {"name": "draft_lm", "num_layers": 0, "num_draft_tokens": 0}
+    loss = {name: factor for name, factor in config.loss.items() if factor}
+    if config.drafter.keys() - plain or config.drafter.name != "draft_lm":
         raise ValueError("--peer trains a draft_lm of the target's layers only")
-    small = drafters.from_layers(target, config.drafter.num_layers)
+    if loss != {"forward_kl": 1.0} or config.optimizer.name != "adamw" or config.average_decay:
+        raise ValueError("--peer trains with forward_kl and adamw, without an average, only")
+    small = from_layers(target, config.drafter.num_layers)
     with tempfile.TemporaryDirectory() as root:
         export_folder(small, root)
         head = target.params.get("head_weight", target.params["embedding"])

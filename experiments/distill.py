@@ -11,8 +11,11 @@ end the weights with the best held-out acceptance are exported to `WORKDIR/draft
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +31,8 @@ from specjax import drafters
 from specjax.distillation import data, features
 from specjax.distillation.state import Checkpoints
 from specjax.distillation.steps import compute_params
-from specjax.distillation.trainer import train
+from specjax.distillation.trainer import set_up, train
+from specjax.models.sharding import make_mesh, param_shardings
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter, PyTree
 
@@ -47,26 +51,45 @@ def main() -> None:
     config = CONFIG.value.copy_and_resolve_references()
     launch.require(**{"config.data.path": config.data.path, "config.target": config.target})
     target = launch.load_target(config.target)
+    shardings = param_shardings(target.params, make_mesh(**config.mesh))
+    target = dataclasses.replace(target, params=jax.device_put(target.params, shardings))
     train_examples, held_out = read(config, target)
-    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
-    if config.init_from:
-        best = Checkpoints(config.init_from).restore_best(loaded.params)
-        if best is None:
-            raise FileNotFoundError(f"init_from={config.init_from} holds no best checkpoint")
-        loaded = LoadedDrafter(loaded.drafter, best[0], loaded.name)
-        say(f"first weights: step {best[1]} of {config.init_from}")
+    loaded = first_drafter(config, target)
+    set_up(config.to_dict(), target, loaded)  # says what is wrong before hours of caching
+    # A run that goes on must have the same text, wherever it lies.
+    lasting = config.to_dict() | {"text": data.examples_hash([*train_examples, *held_out])}
+    lasting["data"].pop("path")
+    lasting["features"]["path"] = bool(config.features.path)
     outcome = train(
-        config.to_dict(), target, loaded, batches(config, target, loaded, train_examples),
+        lasting, target, loaded, batches(config, target, loaded, train_examples),
         evaluation(config, held_out), WORKDIR.value,
-        evaluators={"tau": (config.tau_every, tau(config, target, loaded, held_out))},
+        evaluators=[(config.tau_every, tau(config, target, loaded, held_out))],
         tensorboard=config.tensorboard,
     )  # fmt: skip
     if outcome.preempted:
         say(f"preempted at step {outcome.step}: the same command goes on")
     elif jax.process_index() == 0:
         folder = epath.Path(WORKDIR.value) / "drafter"
-        drafters.export(outcome.drafter, target, pathlib.Path(folder))
+        with tempfile.TemporaryDirectory() as local:  # the work directory may be a bucket
+            drafters.export(outcome.drafter, target, pathlib.Path(local))
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in epath.Path(local).iterdir():
+                path.copy(folder / path.name, overwrite=True)
         say(f"the drafter, of step {outcome.exported_step}, is in {folder}")
+
+
+def first_drafter(config: ConfigDict, target: Target) -> LoadedDrafter:
+    """The drafter with the weights that a new run begins with."""
+    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
+    if not config.init_from:
+        return loaded
+    masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), loaded.params)
+    with Checkpoints(config.init_from, read_only=True) as checkpoints:
+        best = checkpoints.restore_best(masters)
+    if best is None:
+        raise FileNotFoundError(f"init_from={config.init_from} holds no best checkpoint")
+    say(f"first weights: step {best[1]} of {config.init_from}")
+    return dataclasses.replace(loaded, params=best[0])
 
 
 def say(text: str) -> None:
@@ -119,14 +142,15 @@ def batches(
         layout = features.layout_of(
             target.config, taps, config.data.sequence_length, config.features.dtype
         )
-        tokens = sum(len(example.tokens) for example in examples)
-        told = features.check_disk(folder, layout, 1 + tokens // config.data.sequence_length)
-        say(f"target features are written to {folder}: about {told}")
+        sizes["batch_size"] = rows_of_this_host(config)
+        text = data.evaluation_batches(examples, **sizes)
+        count = sum(int(batch["segments"].any(-1).sum()) for batch in text)
+        told = features.check_disk(folder, layout, count)
+        say(f"target features are written to {folder}: at most {told}")
         with launch.progress() as report:
             features.write_cache(
-                folder, target, taps, data.evaluation_batches(examples, **sizes), identity,
-                sequence_length=config.data.sequence_length, dtype=config.features.dtype,
-                progress=report,
+                folder, target, taps, text, identity, dtype=config.features.dtype,
+                sequence_length=config.data.sequence_length, progress=report, total=count,
             )  # fmt: skip
     source, layout = features.open_cache(folder, target, taps, identity)
     return data.cached_batches(source, layout.unpack, batch_size=rows, seed=config.seed, **host)
@@ -144,21 +168,23 @@ def evaluation(
     count = max(1, config.data.held_out_rows // (rows * jax.process_count()))
 
     @functools.cache
-    def first() -> list[features.Batch]:
-        return [batch for batch, _ in zip(made, range(count), strict=False)]
+    def kept() -> list[features.Batch]:
+        return list(itertools.islice(made, count))
 
-    return first
+    return kept
 
 
 def tau(
     config: ConfigDict, target: Target, loaded: LoadedDrafter, examples: list[data.Example]
 ) -> Callable[[PyTree], dict[str, float]]:
     """Decodes held-out prompts with the drafter: τ at temperature 0 and 1."""
+    if config.tau_prompts < 1:
+        raise ValueError(f"tau_prompts must be at least 1, got {config.tau_prompts}")
     prompts = [example.prompt for example in examples[: config.tau_prompts]]
 
     def figures(params: PyTree) -> dict[str, float]:
         params = compute_params(params, target.dtype)
-        drafter = LoadedDrafter(loaded.drafter, params, loaded.name)
+        drafter = dataclasses.replace(loaded, params=params)
         longest = max(map(len, prompts))
         options = {"max_new_tokens": 64, "max_len": min(longest + 64, target.config.context_length)}
         return {

@@ -47,7 +47,7 @@ def main(folder: str, options: str) -> None:
         for start in range(0, len(batch["tokens"]), rows):
             part = {name: x[start : start + rows] for name, x in batch.items()}
             loss += step(model, head, part, total)
-        torch.nn.utils.clip_grad_norm_(trained, options["clip"])
+        torch.nn.utils.clip_grad_norm_(trained, options["clip"] or torch.inf)
         optimizer.step()
         seconds = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -71,7 +71,7 @@ def step(
     log_q = torch.log_softmax(model.lm_head(hidden[wanted]), -1)
     loss = (log_p.exp() * (log_p - log_q)).sum() / total
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Divergences between a target's and a drafter's distribution, from logits, one value a token.
 
-All take logits `[…, V]` of any float type, compute in float32 in log space and return `[…]` float32.
-p is the target's distribution, q the drafter's; gradients go to the drafter's logits only where the
-caller stops them at the target's. A token that both exclude (−inf) counts nowhere. Reduction and
-masks are the caller's.
+All take the target's and the drafter's logits `[…, V]` of any float type, compute in float32 in log
+space and return `[…]` float32. p is the target's distribution, q the drafter's; gradients go to the
+drafter's logits only. A token that both exclude (−inf) counts nowhere. Reduction and masks are the
+caller's.
 
 With z the drafter's logits the gradients are (see DistillSpec, Zhou et al. 2023):
 
@@ -35,42 +35,86 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
-def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+def _with_gradient(rule: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., jax.Array]:
+    """A loss of logits from a rule (log p, log q, options) → (value, gradient by draft logits).
+
+    Autodiff would keep and walk several arrays of the vocabulary's size a token; this keeps one.
+    """
+
+    def loss(target_logits: jax.Array, draft_logits: jax.Array, **options: float) -> jax.Array:
+        @jax.custom_vjp
+        def value(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+            return forward(target_logits, draft_logits)[0]
+
+        def forward(
+            target_logits: jax.Array, draft_logits: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            logs = _log_softmax(target_logits), _log_softmax(draft_logits)
+            told, gradient = rule(*logs, **options)
+            return told, gradient.astype(draft_logits.dtype)
+
+        def backward(gradient: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
+            return None, (cotangent[..., None] * gradient).astype(gradient.dtype)
+
+        value.defvjp(forward, backward)
+        return value(target_logits, draft_logits)
+
+    loss.__name__, loss.__doc__ = rule.__name__, rule.__doc__
+    return loss
+
+
+@_with_gradient
+def forward_kl(log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """KL(p‖q) = Σ p log(p / q). Its gradient never vanishes while q ≠ p."""
-    return _kl(_log_softmax(target_logits), _log_softmax(draft_logits))
+    return _kl(log_p, log_q), jnp.exp(log_q) - jnp.exp(log_p)
 
 
-def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+@_with_gradient
+def reverse_kl(log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """KL(q‖p) = Σ q log(q / p)."""
-    return _kl(_log_softmax(draft_logits), _log_softmax(target_logits))
+    value = _kl(log_q, log_p)
+    return value, jnp.exp(log_q) * (log_q - log_p - value[..., None])
 
 
+@_with_gradient
 def jensen_shannon(
-    target_logits: jax.Array, draft_logits: jax.Array, beta: float = 0.5
-) -> jax.Array:
+    log_p: jax.Array, log_q: jax.Array, beta: float = 0.5
+) -> tuple[jax.Array, jax.Array]:
     """JSD(β) = β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q, 0 < β < 1 (Agarwal et al. 2024)."""
-    log_p, log_q = _log_softmax(target_logits), _log_softmax(draft_logits)
     log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
-    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+    from_q = _kl(log_q, log_m)
+    gradient = (1 - beta) * jnp.exp(log_q) * (log_q - log_m - from_q[..., None])
+    return beta * _kl(log_p, log_m) + (1 - beta) * from_q, gradient
 
 
-def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+def _overlap(log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """α = Σ min(p, q), and its gradient."""
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    below = jnp.where(q < p, q, 0)
+    return jnp.minimum(p, q).sum(-1), below - q * below.sum(-1, keepdims=True)
+
+
+@_with_gradient
+def total_variation(log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """1 − α: half of Σ |p − q|. α = Σ min(p, q) is the probability that a draft is accepted.
 
     Its gradient vanishes where q is tiny: it improves a drafter that is near, and moves none from afar.
     """
-    log_p, log_q = _log_softmax(target_logits), _log_softmax(draft_logits)
-    return 1 - jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+    alpha, gradient = _overlap(log_p, log_q)
+    return 1 - alpha, -gradient
 
 
-def lk_hybrid(target_logits: jax.Array, draft_logits: jax.Array, eta: float = 3.0) -> jax.Array:
+@_with_gradient
+def lk_hybrid(log_p: jax.Array, log_q: jax.Array, eta: float = 3.0) -> tuple[jax.Array, jax.Array]:
     """λ KL(p‖q) + (1 − λ) TV(p, q), λ = exp(−η α) (LK losses, 2026): from far to near.
 
     λ is taken at each token, with no gradient through it.
     """
-    distance = total_variation(target_logits, draft_logits)
-    share = jnp.exp(-eta * jax.lax.stop_gradient(1 - distance))
-    return share * forward_kl(target_logits, draft_logits) + (1 - share) * distance
+    alpha, gradient = _overlap(log_p, log_q)
+    share = jnp.exp(-eta * alpha)
+    value = share * _kl(log_p, log_q) + (1 - share) * (1 - alpha)
+    share = share[..., None]
+    return value, share * (jnp.exp(log_q) - jnp.exp(log_p)) - (1 - share) * gradient
 
 
 def cross_entropy(tokens: jax.Array, draft_logits: jax.Array) -> jax.Array:
@@ -111,7 +155,8 @@ def token_losses(
     names: tuple[str, ...], tokens: jax.Array, target_logits: jax.Array, draft_logits: jax.Array
 ) -> dict[str, jax.Array]:
     """The named losses and `alpha` = Σ min(p, q), `[…]` each."""
-    values = {"alpha": 1 - total_variation(target_logits, draft_logits)}
+    watched = jax.lax.stop_gradient(draft_logits)
+    values = {"alpha": 1 - total_variation(target_logits, watched)}
     for name in names:
         if name == "cross_entropy":
             values[name] = cross_entropy(tokens, draft_logits)

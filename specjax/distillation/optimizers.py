@@ -8,17 +8,23 @@ from typing import Any
 import jax
 import optax
 
-# Muon orthogonalises matrices: which axes of a parameter are its rows, the others its columns.
+from specjax.models.sharding import EMBEDDINGS, name_of
+
+# Muon orthogonalises matrices: which axes of a parameter are rows and columns; others count matrices.
+# Everything else is Adam's: biases, scales, and the tables, whose rows are looked up one by one.
 MATRICES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "qkv": ((0,), (1, 2, 3)),
+    "qkv": ((0,), (1, 3)),  # each of the query heads of a group, keys and values apart
     "attention_out": ((0, 1, 2), (3,)),
     "gate_up": ((0,), (2,)),  # gate and up are two matrices
     "down": ((0,), (1,)),
 }
 
 
-def _name(path: tuple) -> str:
-    return str(getattr(path[-1], "key", path[-1]))
+def _matrix_axes(path: tuple, x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Rows and columns of a matrix; None for what is none, or a table."""
+    name = name_of(path)
+    plain = ((0,), (1,)) if x.ndim == 2 and name not in EMBEDDINGS else None
+    return MATRICES.get(name, plain)
 
 
 def schedule(
@@ -49,7 +55,9 @@ def schedule(
 def make_optimizer(
     config: Mapping[str, Any], total_steps: int
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The pipeline clip → `adamw` or `muon` → schedule, with weight decay on matrices only.
+    """The pipeline clip → `adamw` or `muon` → schedule; weight decay on matrices and tables only.
+
+    Muon's own momentum is 0.95 (Nesterov); `b1` and `b2` are of the Adam that updates the rest.
 
     Args:
       config: `name`, `learning_rate`, `schedule`, `warmup_steps`, `decay_steps`, `clip` (global norm,
@@ -65,11 +73,14 @@ def make_optimizer(
     )  # fmt: skip
 
     def decayed(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1, params)
+        def one(path: tuple, x: jax.Array) -> bool:
+            return _matrix_axes(path, x) is not None or name_of(path) in EMBEDDINGS
+
+        return jax.tree_util.tree_map_with_path(one, params)
 
     def matrices(params: Any) -> Any:
         def one(path: tuple, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-            axes = MATRICES.get(_name(path), ((0,), (1,)) if x.ndim == 2 else None)
+            axes = _matrix_axes(path, x)
             return axes and optax.contrib.MuonDimensionNumbers(*axes)
 
         return jax.tree_util.tree_map_with_path(one, params)

@@ -44,7 +44,7 @@ class Report:
         if self._path.exists():
             for line in self._path.read_text().splitlines():
                 try:
-                    if json.loads(line)["step"] <= step:
+                    if step and json.loads(line)["step"] <= step:
                         self._lines.append(line)
                 except (ValueError, KeyError):  # the last line of a process that was killed
                     continue
@@ -52,7 +52,7 @@ class Report:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._events = SummaryWriter(str(self._path.parent))
+            self._events = SummaryWriter(str(self._path.parent), purge_step=step + 1)
 
     def __enter__(self) -> Report:
         self._bar.start()
@@ -105,5 +105,7 @@ class Report:
             self._console.print(f"step {step}/{self._total}  {told}")
 
     def _flush(self) -> None:
-        """All lines at once: buckets cannot append, and half a line is never seen."""
-        self._path.write_text("".join(f"{line}\n" for line in self._lines))
+        """All lines at once, in a new file: buckets cannot append, and half a file is never seen."""
+        whole = self._path.with_name(self._path.name + ".tmp")
+        whole.write_text("".join(f"{line}\n" for line in self._lines))
+        whole.replace(self._path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +26,15 @@ class Checkpoints:
     """Orbax checkpoints of a work directory, written in the background.
 
     `last/` holds the two newest, `best/` the one with the highest score.
+
+    Args:
+      workdir: folder or bucket.
+      read_only: another run may be writing there.
     """
 
-    def __init__(self, workdir: str):
-        self._root = epath.Path(workdir) / "checkpoints"
+    def __init__(self, workdir: str, *, read_only: bool = False):
+        # Orbax wants it absolute.
+        self._root = epath.Path(workdir).resolve() / "checkpoints"
         options = {
             LAST: {"max_to_keep": 2},
             BEST: {
@@ -40,6 +45,9 @@ class Checkpoints:
             name: ocp.CheckpointManager(
                 self._root / name,
                 options=ocp.CheckpointManagerOptions(
+                    read_only=read_only,
+                    create=not read_only,
+                    cleanup_tmp_directories=not read_only,
                     # Both write at a time, and must not wait at each other's barriers.
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         barrier_sync_key_prefix=name
@@ -49,6 +57,15 @@ class Checkpoints:
             )
             for name, option in options.items()
         }
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits until all is written."""
+        for manager in self._managers.values():
+            manager.wait_until_finished()
+            manager.close()
 
     def save(self, state: TrainState, data: grain.DatasetIterator, config: str) -> None:
         """Saves where training can go on: state, position in the data, config."""
@@ -65,18 +82,24 @@ class Checkpoints:
 
     def save_best(self, state: TrainState, score: float) -> None:
         """Saves what is exported, if its score is the best so far."""
-        self._managers[BEST].save(
-            int(state.step),
-            args=ocp.args.Composite(params=ocp.args.StandardSave(state.best_params)),
-            metrics={"score": score},
-        )
+        manager = self._managers[BEST]
+        best = manager.best_step()
+        if not math.isfinite(score):
+            return
+        if best is None or score > manager.metrics(best)["score"]:
+            manager.save(
+                int(state.step),
+                args=ocp.args.Composite(params=ocp.args.StandardSave(state.best_params)),
+                metrics={"score": score},
+                force=True,
+            )
 
     def restore(self, state: TrainState, data: grain.DatasetIterator, config: str) -> TrainState:
-        """The newest state that can be read; `state` itself where there is none.
+        """The newest state that can be read; `state` itself where none was saved.
 
-        A damaged checkpoint is named in the log and deleted, and the one before is taken. The data
-        iterator is moved to where it was; where another number of hosts saved it, it cannot be, and the
-        log says so.
+        A damaged checkpoint is named in the log and, once an older one has been read, deleted. The data
+        iterator is moved to where it was; where another number of hosts saved it, it cannot be, and
+        the log says so.
 
         Args:
           state: of the same form, whose arrays lie where the restored ones shall.
@@ -85,50 +108,66 @@ class Checkpoints:
 
         Raises:
           OtherConfig: the config differs; the message says where.
+          OSError: there are checkpoints, and none can be read.
         """
-        manager = self._managers[LAST]
+        manager, log = self._managers[LAST], logging.getLogger(__name__)
+        damaged = []
         for step in sorted(manager.all_steps(), reverse=True):
-            kept = {"config": ocp.args.JsonRestore(), "hosts": ocp.args.JsonRestore()}
             try:
-                saved = manager.restore(step, args=ocp.args.Composite(**kept))
-                check_same_config(saved["config"], json.loads(config))
-                hosts = saved["hosts"]["count"]
-                kept = {"state": ocp.args.StandardRestore(_plain(state))}
-                if hosts == jax.process_count():
-                    kept["data"] = grain.checkpoint.CheckpointRestore(data)
-                else:
-                    logging.getLogger(__name__).warning(
-                        "checkpoint %d was saved by %d hosts, here are %d: the data begins anew",
-                        step, hosts, jax.process_count(),
-                    )  # fmt: skip
-                saved = manager.restore(step, args=ocp.args.Composite(**kept))
+                restored = self._read(manager, step, state, data, config)
             except OtherConfig:
                 raise
             except Exception as error:  # whatever a damaged file makes the reader raise
-                logging.getLogger(__name__).warning(
+                log.warning(
                     "checkpoint %d is damaged, the one before is taken: %s",
                     step, str(error).split("\n")[0],
                 )  # fmt: skip
-                shutil.rmtree(self._root / LAST / str(step), ignore_errors=True)
-                manager.reload()
+                damaged.append(step)
                 continue
-            return _typed(saved["state"])
+            for name in (LAST, BEST):  # what a run saved that went on from a damaged checkpoint
+                for later in self._managers[name].all_steps():
+                    if later > step:
+                        self._managers[name].delete(later)
+            return restored
+        if damaged:
+            raise OSError(f"{self._root / LAST}: none of checkpoints {damaged} can be read")
         return state
 
+    def _read(
+        self,
+        manager: ocp.CheckpointManager,
+        step: int,
+        state: TrainState,
+        data: grain.DatasetIterator,
+        config: str,
+    ) -> TrainState:
+        """One checkpoint; also moves the data."""
+        kept = {"config": ocp.args.JsonRestore(), "hosts": ocp.args.JsonRestore()}
+        saved = manager.restore(step, args=ocp.args.Composite(**kept))
+        check_same_config(saved["config"], json.loads(config))
+        hosts = saved["hosts"]["count"]
+        kept = {"state": ocp.args.StandardRestore(_plain(state))}
+        if hosts == jax.process_count():
+            kept["data"] = grain.checkpoint.CheckpointRestore(data)
+        else:
+            logging.getLogger(__name__).warning(
+                "checkpoint %d was saved by %d hosts, here are %d: the data begins anew",
+                step, hosts, jax.process_count(),
+            )  # fmt: skip
+        return _typed(manager.restore(step, args=ocp.args.Composite(**kept))["state"])
+
     def restore_best(self, params: Any) -> tuple[Any, int] | None:
-        """The params with the highest score, where `params` lie, and their step; None without any."""
+        """The params with the highest score, and their step; None without any.
+
+        Args:
+          params: arrays, or their shapes and types, of the same form.
+        """
         self._managers[BEST].wait_until_finished()
         step = self._managers[BEST].best_step()
         if step is None:
             return None
         args = ocp.args.Composite(params=ocp.args.StandardRestore(params))
         return self._managers[BEST].restore(step, args=args)["params"], step
-
-    def close(self) -> None:
-        """Waits until all is written."""
-        for manager in self._managers.values():
-            manager.wait_until_finished()
-            manager.close()
 
 
 def _plain(state: TrainState) -> dict[str, Any]:

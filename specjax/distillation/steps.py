@@ -105,9 +105,13 @@ def state_shardings(recipe: Recipe, state: TrainState, mesh: Mesh) -> TrainState
     """Where each array of a state lies: moments with their params, the rest everywhere."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(state.params, mesh)
+
+    def masked(x: Any) -> bool:  # Muon keeps nothing of what Adam updates, and the other way round
+        return isinstance(x, optax.MaskedNode)
+
     opt_state = optax.tree.map_params(
-        recipe.optimizer, lambda _, sharding: sharding, state.opt_state, params,
-        transform_non_params=lambda _: everywhere,
+        recipe.optimizer, lambda x, sharding: x if masked(x) else sharding, state.opt_state, params,
+        transform_non_params=lambda _: everywhere, is_leaf=masked,
     )  # fmt: skip
     average = None if state.average is None else params
     return TrainState(everywhere, params, opt_state, average, everywhere)

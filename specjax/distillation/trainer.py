@@ -6,7 +6,7 @@ import dataclasses
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -30,6 +30,7 @@ from specjax.distillation.steps import (
     new_state,
     train_step,
 )
+from specjax.losses import Losses
 from specjax.models.sharding import batch_sharding, make_mesh, param_shardings
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter, PyTree
@@ -42,7 +43,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-      drafter: with the best params by `alpha`, or the last where that was never evaluated.
+      drafter: with the params of the best held-out acceptance; as it was given, where preempted.
       exported_step: the step they are of.
       step: updates done.
       preempted: it was told to stop before the last step; the same command goes on.
@@ -62,7 +63,7 @@ def train(
     held_out: Callable[[], Iterable[Batch]],
     workdir: str,
     *,
-    evaluators: Mapping[str, tuple[int, Evaluator]] | None = None,
+    evaluators: Sequence[tuple[int, Evaluator]] = (),
     tensorboard: bool = False,
 ) -> Outcome:
     """Trains a drafter, from the newest checkpoint of the work directory if there is one.
@@ -75,24 +76,18 @@ def train(
       batches: of this host's rows `[accumulate · B, T]`.
       held_out: makes one pass over the text that is evaluated on, rows `[B, T]`.
       workdir: folder or bucket.
-      evaluators: name → (period in steps, figures of the params), beside `alpha`.
+      evaluators: (period in steps, figures of the params) each, beside `alpha`; period 0 is the last
+        step only.
       tensorboard: also write event files.
 
     Raises:
-      FloatingPointError: the loss was not finite; the params are those before it, and saved.
+      FloatingPointError: the loss was not finite. The params before it are saved, with the data behind
+        that batch, so that the same call again goes on there.
       ValueError: config and work directory, or mesh and batch, do not fit.
     """
     mesh, recipe, rate = set_up(config, target, loaded)
     target_params = jax.device_put(target.params, param_shardings(target.params, mesh))
     state = new_state(recipe, loaded.params, config["seed"], mesh)
-
-    data = iter(batches)
-    checkpoints = Checkpoints(workdir)
-    described = json.dumps(_lasting(config))
-    state = checkpoints.restore(state, data, described)
-    step = int(state.step)
-    report = Report(workdir, step, config["total_steps"], tensorboard=tensorboard)
-    stop = _Stop()
 
     def alpha(params: PyTree) -> dict[str, float]:
         """Teacher-forced means over the held-out text, and its cycles replayed."""
@@ -115,49 +110,57 @@ def train(
         figures |= {f"replayed/alpha_{k}": float(x) for k, x in enumerate(alphas, start=1)}
         return figures | {"replayed/tau": metrics.tau(committed)}
 
-    periods = {"alpha": (config["alpha_every"], alpha), **(evaluators or {})}
+    periods = [(config["alpha_every"], alpha), *evaluators]
+    last_step, described = config["total_steps"], json.dumps(_lasting(config))
+    data = iter(batches)
+    with Checkpoints(workdir) as checkpoints, _Stop() as stop:
+        state = checkpoints.restore(state, data, described)
+        step = int(state.step)
 
-    def evaluate(step: int) -> None:
-        """All evaluators whose turn it is; the first and the last step are everyone's."""
-        figures = {}
-        for period, evaluator in periods.values():
-            if period and (step % period == 0 or step == config["total_steps"]):
-                figures |= evaluator(state.best_params)
-        if figures:
-            report.write(step, figures)
-        if "held_out/alpha_1" in figures:
-            checkpoints.save_best(state, _score(figures))
+        def evaluate() -> None:
+            """Asks every evaluator whose turn it is; the last step is everyone's."""
+            figures = {}
+            for period, evaluator in periods:
+                if step == last_step or (period and step % period == 0):
+                    figures |= evaluator(state.best_params)
+            if figures:
+                report.write(step, figures)
+            if "held_out/alpha_1" in figures:
+                checkpoints.save_best(state, _score(figures))
 
-    with report:
-        if step == 0:
-            evaluate(0)
-        while step < config["total_steps"] and not stop:
-            batch = next(data)
-            started = time.perf_counter()
-            state, means = train_step(
-                recipe, state, target_params, place(mesh, batch, config["accumulate"])
-            )
-            step += 1
-            loss = float(means["loss"])
-            if not np.isfinite(loss) or not np.isfinite(float(means["grad_norm"])):
-                checkpoints.close()
-                first = np.asarray(batch["tokens"])[0, :12].tolist()
-                raise FloatingPointError(
-                    f"step {step}: loss {loss}, gradient {float(means['grad_norm'])}; the batch "
-                    f"begins with tokens {first}; the checkpoints before are kept"
+        with Report(workdir, step, last_step, tensorboard=tensorboard) as report:
+            if step == 0:
+                evaluate()
+            stopped = False
+            while step < last_step and not stopped:
+                started = time.perf_counter()
+                batch = next(data)
+                state, means = train_step(
+                    recipe, state, target_params, place(mesh, batch, config["accumulate"])
                 )
-            tokens = int((np.asarray(batch["segments"]) > 0).sum()) * jax.process_count()
-            report.count(tokens, time.perf_counter() - started)
-            if step % config["log_every"] == 0 or step == config["total_steps"]:
+                step += 1
                 figures = {name: float(value) for name, value in means.items()}
-                report.step(step, figures | {"learning_rate": float(rate(step - 1))})
-            evaluate(step)
-            if step % config["save_every"] == 0 or step == config["total_steps"] or stop:
-                checkpoints.save(state, data, described)
-    params, exported_step = checkpoints.restore_best(state.best_params) or (state.best_params, step)
-    checkpoints.close()
+                if not np.isfinite([figures["loss"], figures["grad_norm"]]).all():
+                    checkpoints.save(state, data, described)  # behind that batch
+                    raise FloatingPointError(
+                        f"step {step}: loss {figures['loss']}, gradient {figures['grad_norm']}; the "
+                        f"batch begins with tokens {batch['tokens'][0, :12].tolist()}; the weights "
+                        "before it are saved, and the same command goes on behind it"
+                    )
+                tokens = int((np.asarray(batch["segments"]) > 0).sum()) * jax.process_count()
+                report.count(tokens, time.perf_counter() - started)
+                if step % config["log_every"] == 0 or step == last_step:
+                    report.step(step, figures | {"learning_rate": float(rate(step - 1))})
+                stopped = bool(stop)
+                if not stopped:
+                    evaluate()
+                if stopped or step % config["save_every"] == 0 or step == last_step:
+                    checkpoints.save(state, data, described)
+        if step < last_step:
+            return Outcome(loaded, 0, step, preempted=True)
+        params, best_step = checkpoints.restore_best(state.best_params) or (state.best_params, step)
     trained = dataclasses.replace(loaded, params=compute_params(fetched(params), target.dtype))
-    return Outcome(trained, exported_step, step, preempted=step < config["total_steps"])
+    return Outcome(trained, best_step, step, preempted=False)
 
 
 def set_up(
@@ -165,9 +168,13 @@ def set_up(
 ) -> tuple[Mesh, Recipe, optax.Schedule]:
     """The mesh, what a step does, and its learning rate, as a config for `train` has them."""
     optimizer, rate = make_optimizer(config["optimizer"], config["total_steps"])
+    losses = tuple((name, factor) for name, factor in config["loss"].items() if factor)
+    if not losses:
+        raise ValueError("every coefficient of `loss` is 0")
+    Losses(tuple(name for name, _ in losses))  # unknown names, before any work
     recipe = Recipe(
-        target.graphdef, loaded.drafter, optimizer, tuple(dict(config["loss"]).items()),
-        jnp.dtype(target.dtype), config["average_decay"], config["remat"],
+        target.graphdef, loaded.drafter, optimizer, losses, jnp.dtype(target.dtype),
+        config["average_decay"], config["remat"],
     )  # fmt: skip
     return make_mesh(**config["mesh"]), recipe, rate
 
@@ -184,8 +191,10 @@ def place(mesh: Mesh, batch: Batch, groups: int = 0) -> Batch:
     def one(x: np.ndarray) -> jax.Array:
         x = x.reshape(groups, len(x) // groups, *x.shape[1:]) if groups else x
         rows = x.shape[bool(groups)] * jax.process_count()
-        sharding = batch_sharding(mesh, rows, leading=int(bool(groups)))
-        return jax.make_array_from_process_local_data(sharding, x)
+        axis = int(bool(groups))
+        sharding = batch_sharding(mesh, rows, leading=axis)
+        shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
 
     return {name: one(np.asarray(x)) for name, x in batch.items()}
 
@@ -216,21 +225,31 @@ def _score(figures: Mapping[str, float]) -> float:
 
 
 def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when a run goes on: all but how often it tells and saves."""
-    loose = ("log_every", "alpha_every", "save_every", "tau_every", "tensorboard")
+    """What must be the same when a run goes on: all but what changes no number of a step."""
+    loose = (
+        "log_every", "alpha_every", "save_every", "tau_every", "tensorboard", "mesh", "remat",
+        "init_from",
+    )  # fmt: skip
     return {key: value for key, value in config.items() if key not in loose}
 
 
 class _Stop:
-    """True once the process has been asked to end by SIGTERM, on any host."""
+    """True once the process has been asked to end by SIGTERM, on any host.
 
-    def __init__(self):
+    As a context it takes the signal, and gives it back.
+    """
+
+    def __enter__(self) -> _Stop:
         self._asked = False
 
         def ask(*_: Any) -> None:
             self._asked = True
 
-        signal.signal(signal.SIGTERM, ask)
+        self._before = signal.signal(signal.SIGTERM, ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
 
     def __bool__(self) -> bool:
         if jax.process_count() == 1:

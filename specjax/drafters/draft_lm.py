@@ -170,7 +170,8 @@ class DraftLM(autoregressive.TreeDrafter):
         next_tokens = jnp.roll(trace.tokens, -1)
         arrays = next_tokens, trace.hidden, out.hidden
         terms = weighted_sums(one, trace.weights, *arrays, remat=losses.remat)
-        return terms | {"alpha_1": terms.pop("alpha")}
+        alpha = terms.pop("alpha")
+        return {**terms, "alpha_1": alpha}
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
         """Teacher-forced: in a right draft the drafting model has read the text itself."""

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
+EMBEDDINGS = ("embedding", "head_weight")
 
 # Name of a parameter → the mesh axis of each of its axes. What is not here is replicated.
 LAYOUT: dict[str, tuple[str | None, ...]] = {
@@ -44,6 +45,11 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def name_of(path: tuple) -> str:
+    """Name of the parameter at the end of a path of a tree."""
+    return str(getattr(path[-1], "key", path[-1]))
+
+
 def param_shardings(params: Any, mesh: Mesh) -> Any:
     """The `NamedSharding` of every array, or shape, of a tree of params.
 
@@ -52,7 +58,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
     told = set()
 
     def one(path: tuple, leaf: Any) -> NamedSharding:
-        name = str(getattr(path[-1], "key", path[-1]))
+        name = name_of(path)
         spec = []
         for size, axis in zip(leaf.shape, LAYOUT.get(name, (None,) * leaf.ndim), strict=True):
             if axis and size % mesh.shape[axis]:

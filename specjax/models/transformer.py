@@ -353,8 +353,13 @@ def logits_of(params: Any, hidden: jax.Array) -> jax.Array:
 
 
 def _project(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """`[…, D]` × `[V, D]` → float32 `[…, V]`."""
-    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+    """`[…, D]` × `[V, D]` → float32 `[…, V]`.
+
+    `reduce_precision` to float32 changes nothing, but keeps XLA:CPU from fusing the product with a
+    reduction over the vocabulary, which takes three times as long as one after the other.
+    """
+    logits = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=23)
 
 
 def read_text(

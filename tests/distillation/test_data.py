@@ -325,8 +325,11 @@ def test_evaluation_meets_every_example_once_and_hosts_stay_in_step(hosts):
 def test_batches_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match="an example of 9 tokens does not fit rows of sequence_l"):
         data.train_batches(numbered(40), batch_size=2, sequence_length=8, seed=0)
-    with pytest.raises(ValueError, match="host 1 of 3 cannot share 2 examples"):
-        data.evaluation_batches(numbered(2), process_index=1, process_count=3, **SIZES)
+    with pytest.raises(ValueError, match="3 hosts cannot share 2 examples"):
+        data.train_batches(numbered(2), seed=0, process_index=1, process_count=3, **SIZES)
+    with pytest.raises(ValueError, match="there is no host 3 of 3"):
+        data.evaluation_batches(numbered(2), process_index=3, process_count=3, **SIZES)
+    assert len(list(data.evaluation_batches(numbered(2), process_count=3, **SIZES))) == 1
 
 
 def test_equal_prompts_are_on_the_same_side():

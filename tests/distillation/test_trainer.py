@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,9 +84,8 @@ def test_alpha_rises_and_the_best_is_kept(tiny, examples, tmp_path):
     outcome = run(tiny, examples, tmp_path, total_steps=40, alpha_every=10)
     held_out = [x["held_out/alpha_1"] for x in lines(tmp_path) if "held_out/alpha_1" in x]
     assert len(held_out) == 5 and held_out[-1] > held_out[0] + 0.1
-    checkpoints = Checkpoints(str(tmp_path))
-    params, step = checkpoints.restore_best(outcome.drafter.params)
-    checkpoints.close()
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        params, step = checkpoints.restore_best(outcome.drafter.params)
     assert step == 10 * int(np.argmax(held_out))
     assert jax.tree.structure(params) == jax.tree.structure(outcome.drafter.params)
 
@@ -112,12 +112,17 @@ def test_trained_logits_are_decoded_logits(tiny, examples):
     np.testing.assert_allclose(float(value), total, rtol=1e-5)
 
 
-def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0):
-    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
+def step_recipe(tiny, recipe_changes=()):
+    drafter = draft_lm(from_layers(tiny, 2), tiny, 4).drafter
     optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
     losses = (("forward_kl", 1.0), ("cross_entropy", 0.1))
-    recipe = steps.Recipe(tiny.graphdef, loaded.drafter, optimizer, losses, jnp.float32)
-    recipe = dataclasses.replace(recipe, **dict(recipe_changes))
+    recipe = steps.Recipe(tiny.graphdef, drafter, optimizer, losses, jnp.float32)
+    return dataclasses.replace(recipe, **dict(recipe_changes))
+
+
+def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0):
+    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
+    recipe = step_recipe(tiny, recipe_changes)
     state = steps.new_state(recipe, loaded.params, key, mesh or make_mesh(1, 1, 1))
     return steps.train_step(recipe, state, tiny.params, batch)
 
@@ -133,6 +138,23 @@ def test_micro_batches_change_nothing(tiny, examples):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, cut.params)
 
 
+def test_muon_takes_a_step(tiny, examples):
+    """Matrices by Muon, the rest by Adam; every moment lies where its param does."""
+    batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
+    muon, _ = make_optimizer(CONFIG["optimizer"] | {"name": "muon"}, 10)
+    one = {k: x[None] for k, x in batch.items()}
+    state, metrics = step_of(tiny, one, {"optimizer": muon}.items())
+    before = draft_lm(from_layers(tiny, 2), tiny, 4).params
+    changed = jax.tree.map(lambda x, y: bool((x != y).any()), state.params, before)
+    assert np.isfinite(metrics["loss"]) and not any(jax.tree.leaves(changed))  # rate 0 at step 0
+    state, _ = steps.train_step(
+        step_recipe(tiny, {"optimizer": muon}.items()), state, tiny.params, one
+    )
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda x, y: bool((x != y).any()), state.params, before))
+    )
+
+
 def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
     batch = {k: x[None] for k, x in batch.items()}
@@ -143,18 +165,25 @@ def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
     assert not np.isfinite(metrics["loss"]) and int(state.step) == 1
     assert_equal(state.params, loaded.params)
 
-    class Broken:
-        def __iter__(self):
-            made = iter(data.train_batches(examples, seed=0, **ROWS))
-            self.get_state, self.set_state = made.get_state, made.set_state
-            return self
+    first = batch["tokens"][0]
 
-        def __next__(self):
-            return {k: x[0] for k, x in batch.items()}
+    def spoilt(batch):
+        return (
+            batch | {k: batch_0[k] for k in ("hidden", "features")}
+            if (batch["tokens"] == first).all()
+            else batch
+        )
 
+    batch_0 = {k: x[0] for k, x in batch.items()}
+    batches = data.train_batches(examples, seed=0, **ROWS).map(spoilt)
+    arguments = (
+        batches, lambda: iter(data.evaluation_batches(examples, **ROWS)), str(tmp_path),
+    )  # fmt: skip
+    config = CONFIG | {"alpha_every": 1000}
     with pytest.raises(FloatingPointError, match=r"step 1: loss nan.*begins with tokens \["):
-        config = CONFIG | {"alpha_every": 0}
-        train(config, tiny, loaded, Broken(), lambda: iter(()), str(tmp_path))
+        train(config, tiny, loaded, *arguments)
+    train(config, tiny, loaded, *arguments)  # goes on behind that batch
+    assert [x["step"] for x in lines(tmp_path) if "loss" in x] == list(range(2, 9))
 
 
 KILLED = """
@@ -245,6 +274,23 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, examples, tmp_pa
     assert told == list(range(1, 9))
 
 
+def test_checkpoints_that_cannot_be_read_are_not_thrown_away(tiny, examples, tmp_path):
+    run(tiny, examples, tmp_path, total_steps=4)
+    for path in (tmp_path / "checkpoints/last").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(OSError, match=r"none of checkpoints \[4, 2\] can be read"):
+        run(tiny, examples, tmp_path, total_steps=4)
+    assert (tmp_path / "checkpoints/last/4").exists()
+
+
+def test_a_run_killed_before_its_first_save_tells_step_0_once(tiny, examples, tmp_path):
+    for _ in range(2):
+        run(tiny, examples, tmp_path, total_steps=3, alpha_every=3)
+        shutil.rmtree(tmp_path / "checkpoints")
+    assert [x["step"] for x in lines(tmp_path)] == [0, 1, 2, 3, 3]
+
+
 def test_schedules():
     cosine = schedule("cosine", 1.0, 10, 2)
     assert [float(cosine(i)) for i in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
@@ -270,7 +316,7 @@ def test_muon_orthogonalises_matrices_only(tiny):
         updates, state = optimizer.update(gradient, state, tiny.params)
     block = updates["blocks"][0]
     for matrix in (
-        block["qkv"].reshape(32, -1),
+        *(block["qkv"][:, :, slot].reshape(32, -1) for slot in range(4)),
         block["attention_out"].reshape(-1, 32),
         block["gate_up"][:, 0],
         block["gate_up"][:, 1],

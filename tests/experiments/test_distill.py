@@ -68,7 +68,7 @@ def test_train_export_decode(distill, run, model, text, tmp_path):
         ({"config": "configs/smollm2_draft_lm.py:runlokal"}, "only :runlocal is known"),
         (["--config.data.batch_size=3"], "3 rows does not divide by 1 hosts × 4 micro-batches"),
         (["--config.optimizer.name=sgd"], "unknown optimizer 'sgd'; known: adamw, muon"),
-        (["--config.loss={'kl': 1.0}"], "unknown loss 'kl'; known: forward_kl"),
+        (["--config.loss.forward_k=1.0"], "Did you mean"),
         (["--config.data.path=/no/such"], "/no/such"),
         (["--config.drafter.num_layers=9"], "layers, got 9"),
         (["--config.mesh.tensor=2"], "does not make 1 devices"),
