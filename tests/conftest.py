@@ -45,7 +45,7 @@ def room_for_programs():
     """Forgets compiled programs before the system's limit of memory maps, 65,530 a process, ends it."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 

@@ -289,6 +289,7 @@ def test_a_run_killed_before_its_first_save_tells_step_0_once(tiny, examples, tm
         run(tiny, examples, tmp_path, total_steps=3, alpha_every=3)
         shutil.rmtree(tmp_path / "checkpoints")
     assert [x["step"] for x in lines(tmp_path)] == [0, 1, 2, 3, 3]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # taken only while it trained
 
 
 def test_schedules():
