@@ -161,7 +161,11 @@ LOOPS = ("plain", "ngram", "draft_lm", "early_exit")
 
 @pytest.mark.parametrize(
     ("kind", "sampled"),
-    [("prefill", False), *((kind, sampled) for kind in LOOPS for sampled in (False, True))],
+    [
+        ("prefill", False),
+        *((kind, False) for kind in LOOPS),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in LOOPS),
+    ],
 )
 def test_no_cache_is_ever_copied(kind, sampled):
     small, small_scores = temporaries(kind, 512, sampled)

@@ -65,6 +65,7 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path):
     """Then every draft of it is accepted whole, sampled, too, where top-k 1 keeps to that text."""
     one = examples[:1]
@@ -155,6 +156,7 @@ def test_muon_takes_a_step(tiny, examples):
     )
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
     batch = {k: x[None] for k, x in batch.items()}
@@ -284,6 +286,7 @@ def test_checkpoints_that_cannot_be_read_are_not_thrown_away(tiny, examples, tmp
     assert (tmp_path / "checkpoints/last/4").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_save_tells_step_0_once(tiny, examples, tmp_path):
     for _ in range(2):
         run(tiny, examples, tmp_path, total_steps=3, alpha_every=3)

@@ -180,6 +180,7 @@ def test_every_family_with_every_drafter(family, name, ks):
     assert 0 < accepted < drafted
 
 
+@pytest.mark.slow
 def test_rows_with_temperature_zero_beside_others(tiny, small, texts):
     for drafter in (None, *every_drafter(tiny, small, 4).values()):
         result = specjax.decode(
@@ -191,7 +192,8 @@ def test_rows_with_temperature_zero_beside_others(tiny, small, texts):
         assert result.tokens[1].tolist() != texts[1]
 
 
-@pytest.mark.parametrize("name", ["draft_lm", pytest.param("early_exit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft_lm", "early_exit"])
 def test_a_sampled_row_does_not_depend_on_its_batch(tiny, small, name):
     drafter = every_drafter(tiny, small, 3)[name]
     options = {

@@ -65,6 +65,7 @@ def test_sampling_and_a_draft_lm(run, model, tmp_path):
     assert row["identical"] is None and row["alpha"][0] > 0.99
 
 
+@pytest.mark.slow
 def test_benchmark_on_a_model(run, model, tmp_path):
     out = tmp_path / "benchmark.json"
     done = run(

@@ -62,6 +62,7 @@ def test_answers_can_be_learnt_from(whole, model):
         assert ended or len(record["response_tokens"]) == 12
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(regenerate, whole, tmp_path):
     out = tmp_path / "out.jsonl"
     assert regenerate(out, "--limit=4").returncode == 0
