@@ -106,7 +106,7 @@ def audit(name: str, law_of: LawOf) -> list[dict[str, Any]]:
         try:
             result = cases.audit(law_of, shapes, sampled=sampled)
         except ValueError as error:
-            refusals.append(str(error))
+            refusals.append(f"{name}, {drafts}: refused: {error}")
             continue
         except (TypeError, AttributeError) as error:
             raise ValueError(
@@ -128,17 +128,23 @@ def audit(name: str, law_of: LawOf) -> list[dict[str, Any]]:
         )
     if not rows:
         raise ValueError(f"{name} accepts no draft: {refusals[0]}")
+    for refusal in refusals:
+        CONSOLE.print(refusal)
     return rows
 
 
 def identity(name: str, rule: Rule) -> list[dict[str, Any]]:
     """For rules without a law: how many texts of all cases are plain sampling's for the same key."""
-    rows = []
+    rows, refusals = [], []
     for shape, widths in {"chain": (1, 1, 1), "tree": (2, 2)}.items():
         for noise, coupled in {"coupled": True, "other noise": False}.items():
             pairs = [cases.tables(case, 4, len(widths) + 1) for case in cases.CASES]
             tree = Tree.of_widths(widths)
-            results = [coupling.compare(rule, *x, tree, KEYS, coupled=coupled) for x in pairs]
+            try:
+                results = [coupling.compare(rule, *x, tree, KEYS, coupled=coupled) for x in pairs]
+            except ValueError as error:
+                refusals.append(f"{name}, {shape}: refused: {error}")
+                break
             same, accepted = (np.concatenate(x) for x in zip(*results, strict=True))
             rows.append(
                 {
@@ -149,6 +155,10 @@ def identity(name: str, rule: Rule) -> list[dict[str, Any]]:
                     "accepted": float(accepted.mean()),
                 }
             )
+    if not rows:
+        raise ValueError(f"{name} accepts no draft: {refusals[0]}")
+    for refusal in refusals:
+        CONSOLE.print(refusal)
     return rows
 
 

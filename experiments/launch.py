@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging as python_logging
+import operator
 import os
 import pathlib
 import platform
@@ -65,8 +67,14 @@ def load_drafter(
     """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name."""
     if widths and num_draft_tokens is not None:
         raise ValueError("give either --num_draft_tokens or --tree")
-    if not all(width.strip().isdigit() for width in widths):
+    if not all(width.strip().isdecimal() for width in widths):
         raise ValueError(f"--tree takes numbers of children like 4,2,1, got {','.join(widths)!r}")
+    nodes = sum(itertools.accumulate(map(int, widths), operator.mul)) or num_draft_tokens or 0
+    if nodes >= target.config.context_length:
+        raise ValueError(
+            f"a draft of {nodes} tokens does not fit the target's context of "
+            f"{target.config.context_length}"
+        )
     tree = Tree.of_widths([int(width) for width in widths]) if widths else None
     return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
 
@@ -110,7 +118,7 @@ def define_sampling() -> dict[str, flags.FlagHolder]:
 def sampling_options(holders: dict[str, flags.FlagHolder]) -> dict[str, Any]:
     """The flags of `define_sampling` as arguments of `specjax.decode`."""
     options = {name: holder.value for name, holder in holders.items()}
-    options["key"] = jax.random.key(options.pop("seed"))
+    options["key"] = jax.random.key(options.pop("seed"), impl="threefry2x32")
     return options
 
 
@@ -138,7 +146,7 @@ def define_json() -> flags.FlagHolder:
 def check_writable(path: str | None) -> None:
     """Raises OSError now, and not after hours of work, where a file cannot be written."""
     if path:
-        pathlib.Path(path).touch()
+        pathlib.Path(path).open("a").close()
 
 
 def write_json(path: str | None, figures: dict[str, Any]) -> None:

@@ -138,8 +138,9 @@ def draw(weights: jax.Array, uniforms: jax.Array, *, block: int = 256) -> jax.Ar
 
 def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The index where the running sum passes uniform · total; its weight is positive."""
-    sums = jnp.cumsum(weights)
-    index = jnp.sum(sums <= uniform * sums[-1], dtype=jnp.int32)
+    sums, has_mass = jnp.cumsum(weights), weights > 0
+    # A long sum is rounded block by block, so that it may also rise where nothing was added.
+    passed = (sums > uniform * sums[-1]) & has_mass
     # Where rounding carries the product up to the total, the last token that has any mass.
-    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0))
-    return jnp.minimum(index, last)
+    last = jnp.max(jnp.where(has_mass, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0))
+    return jnp.where(passed.any(), jnp.argmax(passed), last).astype(jnp.int32)

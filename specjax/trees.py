@@ -122,9 +122,10 @@ def best_first(rank_acceptance: Sequence[float], nodes: int, max_depth: int | No
       ValueError: the acceptances are no such probabilities, or allow no N nodes.
     """
     rates = np.asarray(rank_acceptance, np.float64)
-    if not rates.size or (np.diff(rates) > 0).any() or rates.min() < 0 or rates.sum() > 1 + 1e-9:
+    falling = rates.size and (np.diff(rates) <= 0).all()  # NaN does not fall
+    if not (falling and rates.min() >= 0 and rates.sum() <= 1 + 1e-9):
         raise ValueError(f"expected acceptances that fall with rank, sum ≤ 1, got {rates.tolist()}")
-    heap, paths = [(-rates[0], (0,))], []
+    heap, paths = [] if max_depth == 0 else [(-rates[0], (0,))], []
     while heap and len(paths) < nodes:
         worth, path = heapq.heappop(heap)
         paths.append(path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.noise import Noise, Role
-from specjax.sampling import Sampling, log_probs, sample
+from specjax.sampling import Sampling, invert, log_probs, sample
 
 
 def by_sorting(logits, temperature, top_k, top_p, min_p):
@@ -93,6 +93,13 @@ def test_gumbel_max_has_the_law_of_its_row():
     counts, expected = np.bincount(drawn, minlength=5), n * np.exp(log_p)
     assert counts[4] == 0
     assert ((counts - expected)[:4] ** 2 / expected[:4]).sum() < 31  # 3 degrees: p = 8e-7
+
+
+def test_no_token_without_mass_is_drawn():
+    """Also where a long sum rises by rounding alone, between blocks of nothing."""
+    weights = jnp.zeros(70_000).at[jnp.array([3, 40_000, 69_000])].set(jnp.array([1e-7, 1.0, 0.3]))
+    for uniform in (0.0, 1e-8, 1e-7, 0.5, 0.769, 0.7693, 0.99999994):
+        assert int(invert(weights, jnp.float32(uniform))) in (3, 40_000, 69_000)
 
 
 def test_rare_tokens_are_drawn_as_often_as_they_should():

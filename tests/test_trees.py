@@ -143,6 +143,8 @@ def test_best_first_is_the_dynamic_program(seed, levels):
         ((0.7, 0.6), 2, None, "sum ≤ 1"),
         ((0.5, -0.1), 2, None, "fall with rank"),
         ((), 2, None, "fall with rank"),
+        ((float("nan"),), 2, None, "fall with rank"),
+        ((0.5,), 1, 0, "no tree of 1 nodes"),
         ((0.5,), 3, 2, "no tree of 3 nodes"),
         ((0.5,), 0, None, "no tree of 0 nodes"),
     ],

@@ -58,8 +58,7 @@ def decode(
 
     At temperature 0 the tokens are those of plain greedy decoding, whatever the drafter; otherwise
     their law is plain sampling's. The drafter changes only how many forward passes of the target they
-    take. (Only a row that ends by NAN may end up to K tokens sooner: a pass over drafts meets the NaN
-    earlier.) A row depends on its prompt, its parameters, its index and `key`, not on the others.
+    take. A row depends on its prompt, its parameters, its index and `key`, not on the others.
 
     Args:
       target: from `specjax.load_target`.
@@ -235,9 +234,12 @@ def _request_keys(key: jax.Array | None, batch: int) -> jax.Array:
     """One key a prompt, by its index, so that a row does not depend on the size of the batch."""
     if key is None:
         raise ValueError("a temperature above 0 needs a key: key=jax.random.key(seed)")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
+    dtype = getattr(key, "dtype", type(key).__name__)
+    # Under vmap `rbg` draws all rows from the first row's key.
+    if np.shape(key) or str(dtype) != "key<fry>":
         raise ValueError(
-            f"key: expected one from jax.random.key(seed), got {key.dtype} {key.shape}"
+            "key: expected one threefry key, jax.random.key(seed, impl='threefry2x32'), "
+            f"got {dtype} {np.shape(key)}"
         )
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 

@@ -21,15 +21,16 @@ IDENTITY = "specjax.json"  # in the folder of a trained drafter, says what it is
 
 
 def _ngram(argument: str, target: Target, tree: Tree) -> Drafter:
-    if argument and not argument.isdigit():
+    if argument and not argument.isdecimal():
         raise ValueError(f"ngram:N takes its shortest match, a number, got {argument!r}")
     if tree != Tree.chain(tree.depth):
         raise ValueError("ngram drafts a chain, no tree")
-    return NGram(tree.depth, min_ngram=int(argument or 1))
+    shortest = int(argument or 1)
+    return NGram(tree.depth, max_ngram=max(3, shortest), min_ngram=shortest)
 
 
 def _early_exit(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
-    if argument and not argument.isdigit():
+    if argument and not argument.isdecimal():
         raise ValueError(f"early_exit:N takes a number of layers, got {argument!r}")
     return early_exit(target, int(argument) if argument else None, tree=tree)
 

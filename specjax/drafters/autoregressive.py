@@ -35,6 +35,15 @@ class TreeDrafter:
         return self.tree.depth
 
 
+def check_widths(tree: Tree, vocab_size: int) -> None:
+    """Raises ValueError where a node has more children than there are tokens."""
+    widest = max(map(len, tree.children))
+    if widest > vocab_size:
+        raise ValueError(
+            f"a node of {widest} children needs as many tokens, there are {vocab_size}"
+        )
+
+
 @functools.lru_cache
 def slots_of(tree: Tree, first: int) -> np.ndarray:
     """`[N + 1]`: the scratch slot of each node, the number of slots for a leaf, which is never fed.

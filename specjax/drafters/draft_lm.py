@@ -200,6 +200,7 @@ def draft_lm(
     """
     check_same_vocabulary(model, target)
     tree = tree or Tree.chain(num_draft_tokens)
+    autoregressive.check_widths(tree, target.config.vocab_size)
     drafter = DraftLM(model.graphdef, model.config, jnp.dtype(model.dtype), tree)
     params = {
         key: value

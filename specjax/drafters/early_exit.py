@@ -98,5 +98,6 @@ def early_exit(
     if exit_layer is None:
         exit_layer = target.config.num_layers // 2
     tree = tree or Tree.chain(num_draft_tokens)
+    autoregressive.check_widths(tree, target.config.vocab_size)
     drafter = EarlyExit(target.graphdef, target.config, jnp.dtype(target.dtype), exit_layer, tree)
     return LoadedDrafter(drafter, (), f"early_exit:{exit_layer}")

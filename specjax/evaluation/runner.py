@@ -184,6 +184,8 @@ def evaluate(
         peers[None] += ask_peer(rows, None, budget)
         for name, drafter in drafters.items():
             runs[name].append(decode(target, drafter, rows, **options))
+            if StopReason.NAN in runs[name][-1].stop_reason:
+                raise FloatingPointError(f"batch {number}: {name}: the output is not finite")
             peers[name] += ask_peer(rows, name, budget)
     if progress:
         progress("evaluating", len(prompts), len(prompts))

@@ -146,7 +146,12 @@ def attend(
         mask = jnp.tile(mask, (per_group, 1)) if len(mask) > 1 else mask
         return jnp.where(mask, scale * product(queries, rows, 2), -jnp.inf)
 
+    # 0 · NaN is NaN: a row of the block that is not finite must not reach who does not see it, and
+    # must reach who does.
+    sound = jnp.isfinite(values).all(-1)
+    values = jnp.where(sound[..., None], values, 0)
     past, block = scores(cache_keys, cache_mask), scores(keys, block_mask)
+    block = jnp.where(sound[:, None] | (block == -jnp.inf), block, jnp.nan)
     peak = jnp.maximum(block.max(-1), past.max(-1))[..., None]
     past, block = jnp.exp(past - peak), jnp.exp(block - peak)
     total = past.sum(-1) + block.sum(-1)

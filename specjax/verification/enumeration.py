@@ -121,11 +121,12 @@ class Exact:
     output: np.ndarray
     plain: np.ndarray
     survival: np.ndarray
+    proper: bool = True
 
     @property
     def total_variation(self) -> float:
-        """½ Σ |output − plain|: 0 for a lossless rule."""
-        return float(np.abs(self.output - self.plain).sum() / 2)
+        """½ Σ |output − plain|: 0 for a lossless rule, infinite for one whose law is none."""
+        return float(np.abs(self.output - self.plain).sum() / 2) if self.proper else np.inf
 
     @property
     def accepted(self) -> float:
@@ -163,7 +164,8 @@ def exact(
     names = contexts(vocab, horizon)
     mass, plain = np.zeros(len(names)), np.zeros(len(names))
     mass[0] = plain[0] = 1
-    survival = np.zeros(drafts.tree.depth)
+    survival, proper = np.zeros(drafts.tree.depth), True
+    slack = 1e3 * float(jnp.finfo(dtype).eps)
     for cycle in range(cycles):
         before, mass = mass, np.zeros(len(names))
         for context in np.flatnonzero(before):
@@ -174,6 +176,9 @@ def exact(
             tokens, valid = _invalidate(tokens, num_valid, names[context], vocab)
             nodes = numbers(drafts.tree, tokens, context, vocab)
             ends, rows = evaluate(law_of, drafts.tree, tokens, q, valid, target[nodes], dtype)
+            drawn = probability > 0
+            proper &= bool((ends[drawn] >= -slack).all() and (rows[ends > slack] >= -slack).all())
+            proper &= bool((np.abs(ends[drawn].sum(-1) - 1) < slack).all())
             ends = ends * probability[:, None]
             if cycle == 0:
                 deep = np.array(drafts.tree.depths) > np.arange(drafts.tree.depth)[:, None]
@@ -186,7 +191,7 @@ def exact(
         _cut(mass, vocab, stop)
     for law in (mass, plain):
         _continue(law, target, horizon, stop)
-    return Exact(mass, plain, survival)
+    return Exact(mass, plain, survival, proper)
 
 
 def _invalidate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -193,10 +194,7 @@ def spoilt(target, token):
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_nan_ends_a_row_and_only_that_row(tiny, texts, k):
-    """Plain decoding commits the token and nothing after it. A pass over a draft meets it sooner.
-
-    A masked NaN still spoils what attends to its block (0 · NaN = NaN), so up to K tokens less.
-    """
+    """The token is committed and nothing after it, whether decoding is plain or drafts go past it."""
     bad = texts[2][10]
     drafter = oracle(texts, num_draft_tokens=k) if k else None
     result = specjax.decode(spoilt(tiny, bad), drafter, PROMPTS, max_new_tokens=30)
@@ -208,10 +206,19 @@ def test_nan_ends_a_row_and_only_that_row(tiny, texts, k):
         if bad in prompt or bad in text[:29]:
             reached = 0 if bad in prompt else text.index(bad) + 1
             assert reason == StopReason.NAN
-            assert tokens.tolist() == text[: len(tokens)]
-            assert max(reached - k, 0) <= len(tokens) <= reached
+            assert tokens.tolist() == text[:reached]
         else:
             assert (tokens.tolist(), reason) == (text[:30], StopReason.LENGTH)
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 3])
+def test_a_wrong_draft_that_makes_nan_ends_nothing(tiny, texts, wrong_at):
+    """0 · NaN is NaN, so a masked row must not be multiplied."""
+    said = {token for text in [*texts, *PROMPTS] for token in text}
+    bad = next(t for text in texts for token in text if (t := (token + 1) % 61) not in said)
+    drafter = oracle(texts, num_draft_tokens=4, wrong_at=wrong_at)
+    result = specjax.decode(spoilt(tiny, bad), drafter, PROMPTS, max_new_tokens=30)
+    assert [row.tolist() for row in result.tokens] == [text[:30] for text in texts]
 
 
 def test_infinite_logits_end_a_row_as_in_plain_decoding(tiny):
@@ -275,6 +282,10 @@ def test_progress_is_reported_and_changes_nothing(tiny, texts):
         ([1], {"max_len": 5000}, "max_len must be 1…4096 .the target's context., got 5000"),
         ([1], {"max_len": 0}, "max_len must be 1…4096"),
         ([1] * 4096, {}, "a prompt of 4096 tokens leaves no room .* context of 4096"),
+        ([1], {"temperature": 1.0}, "a temperature above 0 needs a key"),
+        ([1], {"temperature": 1.0, "key": 42}, r"key: expected one threefry key, .* got int"),
+        ([1], {"temperature": 1.0, "key": jax.random.key(0, impl="rbg")}, "got key<rbg>"),
+        ([1], {"temperature": 1.0, "key": jax.random.split(jax.random.key(0))}, r"fry> \(2,\)"),
         ([1], {"rule": "typical"}, "unknown rule 'typical'; known: block"),
         ([1], {"stop_tokens": [1.5]}, "stop_tokens: expected a list of token ids, got .1.5."),
         ([1], {"stop_tokens": 5}, "stop_tokens: expected a list of token ids, got 5"),

@@ -20,6 +20,7 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target, random_target
 from specjax.models.transformer import causal_mask
 from specjax.sampling import Sampling, log_probs, sample
+from specjax.trees import Tree
 from tests.conftest import TINY
 from tests.fakes import PROMPTS, reference_text
 from tests.statistics import chi_square_limit, g_statistic
@@ -319,6 +320,11 @@ def test_specs(tiny):
     assert specjax.load_drafter("none", tiny) is None
     assert specjax.load_drafter("ngram", tiny) == NGram(8)
     assert specjax.load_drafter("ngram:2", tiny, 5) == NGram(5, min_ngram=2)
+    assert specjax.load_drafter("ngram:4", tiny, 5) == NGram(5, max_ngram=4, min_ngram=4)
+    with pytest.raises(
+        ValueError, match="a node of 62 children needs as many tokens, there are 61"
+    ):
+        specjax.load_drafter("early_exit:1", tiny, tree=Tree.of_widths((62,)))
     assert specjax.load_drafter("early_exit", tiny).drafter.exit_layer == 1
     assert specjax.load_drafter("early_exit:2", tiny, 3).drafter.num_draft_tokens == 3
     for spec in ("ngram", "early_exit"):
@@ -342,7 +348,7 @@ def test_specs(tiny):
         ({"temperature": 1.0, "key": None}, "a temperature above 0 needs a key"),
         (
             {"temperature": 1.0, "key": jax.random.PRNGKey(0)},
-            "key: expected one from jax.random.key",
+            "key: expected one threefry key",
         ),
     ],
 )

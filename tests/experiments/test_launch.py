@@ -7,6 +7,9 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
+from experiments import launch
 from tests.checkpoints.test_load import GOLDEN
 
 LOAD = """
@@ -15,6 +18,13 @@ from specjax.checkpoints import memory
 memory.free = lambda: {free}
 launch.load_target({target!r})
 """
+
+
+def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
+    launch.check_writable(str(tmp_path / "new.json"))
+    for path in (tmp_path, tmp_path / "no" / "folder.json"):
+        with pytest.raises(OSError, match=str(tmp_path)):
+            launch.check_writable(str(path))
 
 
 def stderr_of(free, terminal=False):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.trees import Tree
 from specjax.verification import cases
 from specjax.verification.enumeration import DraftLaw, contexts, exact, number
-from specjax.verification.token import token_law
+from specjax.verification.law import Law
+from specjax.verification.token import log_ratios, token_law
 
 
 def test_contexts_are_numbered_as_a_heap():
@@ -58,3 +60,25 @@ def test_a_deterministic_tree_holds_the_likeliest():
 def test_more_children_than_tokens_are_refused():
     with pytest.raises(ValueError, match="more children than the 2 tokens"):
         DraftLaw(np.ones((3, 2)) / 2, Tree.of_widths((3,))).drafts()
+
+
+def test_a_law_that_is_none_is_no_proof():
+    """`token` without its clamp: weighted by chances above 1 and below 0, its output is exactly p."""
+
+    def unclamped(draft, target):
+        ratios = jnp.exp(log_ratios(draft, target))
+        reached = jnp.cumprod(jnp.append(1.0, ratios))
+
+        def weights(node):
+            slot = jnp.minimum(node, draft.tokens.shape[0] - 1)
+            p = jnp.exp(target[node])
+            left = jnp.where(draft.log_q[slot] == -jnp.inf, p, 0)
+            return jnp.where((node < draft.num_valid) & (left.sum() > 0), left, p)
+
+        return Law(reached * (1 - jnp.append(ratios, 0)), weights)
+
+    p, q = cases.random(3, 3, 0), cases.random(3, 3, 1)
+    result = exact(unclamped, p, DraftLaw(q, Tree.chain(1)))
+    assert np.abs(result.output - result.plain).sum() < 1e-12 and not result.proper
+    assert result.total_variation == np.inf
+    assert exact(token_law, p, DraftLaw(q, Tree.chain(1))).proper
