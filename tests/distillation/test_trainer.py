@@ -254,6 +254,7 @@ def test_resuming_is_bitwise(tmp_path, kind):
     assert same[0] == same[1]
 
 
+@pytest.mark.slow
 def test_another_config_is_refused(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.003, is 0.1"):
@@ -306,6 +307,7 @@ def test_schedules():
         make_optimizer(CONFIG["optimizer"] | {"name": "sgd"}, 10)
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_matrices_only(tiny):
     """A step of a matrix has singular values near each other; norms move as with Adam."""
     optimizer, _ = make_optimizer(

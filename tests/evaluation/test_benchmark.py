@@ -157,6 +157,7 @@ def test_drafting_alone_computes_log_q(tiny):
     assert read == -3 * 2 * 3 * 5  # rows, K, steps
 
 
+@pytest.mark.slow
 def test_weight_bytes_are_what_a_step_reads(tiny):
     """Of an untied embedding a step reads one row only."""
     options = {"max_len": 64, "length": 8, "steps": 2, "repeats": 1}
