@@ -126,11 +126,16 @@ def audit(name: str, law_of: LawOf) -> list[dict[str, Any]]:
                 "smallest_gain": min(accepted[case] - others[case] for case in others),
             }
         )
+    tell_refusals(name, rows, refusals)
+    return rows
+
+
+def tell_refusals(name: str, rows: list[dict[str, Any]], refusals: list[str]) -> None:
+    """Prints what a rule refused; raises ValueError where that was everything."""
     if not rows:
         raise ValueError(f"{name} accepts no draft: {refusals[0]}")
     for refusal in refusals:
         CONSOLE.print(refusal)
-    return rows
 
 
 def identity(name: str, rule: Rule) -> list[dict[str, Any]]:
@@ -155,10 +160,7 @@ def identity(name: str, rule: Rule) -> list[dict[str, Any]]:
                     "accepted": float(accepted.mean()),
                 }
             )
-    if not rows:
-        raise ValueError(f"{name} accepts no draft: {refusals[0]}")
-    for refusal in refusals:
-        CONSOLE.print(refusal)
+    tell_refusals(name, rows, refusals)
     return rows
 
 

@@ -191,9 +191,8 @@ def run(main: Callable[[], None]) -> None:
             rest = flags.FLAGS(argv)
         except flags.Error as error:
             fail(f"{error} (see --help)", 2)
-        except (
-            AttributeError
-        ) as error:  # a config has no such key; the KeyError inside says it well
+        except AttributeError as error:
+            # A config has no such key; the KeyError inside says it well.
             inner = error.args[0] if error.args else error
             fail(f"--config: {inner.args[0] if isinstance(inner, KeyError) else error}", 2)
         if rest[1:]:

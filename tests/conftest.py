@@ -50,16 +50,17 @@ def room_for_programs():
         gc.collect()
 
 
-@pytest.fixture(scope="session")
-def tiny() -> Target:
-    """A random Llama of 3 layers with grouped queries.
-
-    Its weights are large enough that greedy text is varied, loops now and then, and stays far from
-    ties.
-    """
-    target = random_target(TINY, seed=1)
+def random_with_large_weights(config: ModelConfig) -> Target:
+    """Weights large enough that greedy text is varied, loops now and then, and stays far from ties."""
+    target = random_target(config, seed=1)
     params = jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
     return dataclasses.replace(target, params=params)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Target:
+    """A random Llama of 3 layers with grouped queries."""
+    return random_with_large_weights(TINY)
 
 
 @pytest.fixture(scope="session")

@@ -190,8 +190,8 @@ def place(mesh: Mesh, batch: Batch, groups: int = 0) -> Batch:
 
     def one(x: np.ndarray) -> jax.Array:
         x = x.reshape(groups, len(x) // groups, *x.shape[1:]) if groups else x
-        rows = x.shape[bool(groups)] * jax.process_count()
-        axis = int(bool(groups))
+        axis = 1 if groups else 0
+        rows = x.shape[axis] * jax.process_count()
         sharding = batch_sharding(mesh, rows, leading=axis)
         shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
         return jax.make_array_from_process_local_data(sharding, x, shape)

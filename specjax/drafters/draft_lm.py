@@ -17,6 +17,7 @@ from specjax.drafters import autoregressive
 from specjax.losses import Losses, token_losses, weighted_sums
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
+from specjax.models.sharding import EMBEDDINGS
 from specjax.models.target import Target, random_target
 from specjax.models.transformer import (
     Scratch,
@@ -29,8 +30,6 @@ from specjax.noise import Noise
 from specjax.sampling import argmax
 from specjax.trees import Tree
 from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree, Terms, Trace
-
-SHARED = ("embedding", "head_weight")  # what a drafting model may leave to the target
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +77,7 @@ class DraftLM(autoregressive.TreeDrafter):
 
     def model(self, params: PyTree, target_params: PyTree) -> Transformer:
         """The drafting model; the embedding and head that its params lack are the target's."""
-        needed = SHARED[:1] if self.config.tie_embeddings else SHARED
+        needed = EMBEDDINGS[:1] if self.config.tie_embeddings else EMBEDDINGS
         shared = {key: target_params[key] for key in needed if key not in params}
         return nnx.merge(self.graphdef, shared | params)
 
@@ -205,7 +204,7 @@ def draft_lm(
     params = {
         key: value
         for key, value in model.params.items()
-        if key not in SHARED or value is not target.params.get(key)
+        if key not in EMBEDDINGS or value is not target.params.get(key)
     }
     return LoadedDrafter(drafter, params, f"draft_lm:{model.name}")
 
@@ -260,14 +259,14 @@ def from_config(
     small = load_target(model, dtype=target.dtype) if model else from_layers(target, num_layers)
     if scratch:
         fresh = random_target(small.config, seed, dtype=target.dtype).params
-        fresh |= {key: small.params[key] for key in SHARED if key in small.params}
+        fresh |= {key: small.params[key] for key in EMBEDDINGS if key in small.params}
         small = dataclasses.replace(small, params=fresh)
     return draft_lm(small, target, num_draft_tokens)
 
 
 def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes the drafting model as a Hugging Face folder, the shared embedding included."""
-    shared = {key: target.params[key] for key in SHARED if key in target.params}
+    shared = {key: target.params[key] for key in EMBEDDINGS if key in target.params}
     params = shared | dict(loaded.params)
     export_folder(
         Target(loaded.name, loaded.drafter.config, params, target.tokenizer, target.stop_tokens),

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
-EMBEDDINGS = ("embedding", "head_weight")
+EMBEDDINGS = ("embedding", "head_weight")  # what a drafting model may leave to its target
 
 # Name of a parameter → the mesh axis of each of its axes. What is not here is replicated.
 LAYOUT: dict[str, tuple[str | None, ...]] = {

@@ -189,18 +189,14 @@ def test_steps_that_are_not_finite_change_no_params(tiny, examples, tmp_path):
 
 
 KILLED = """
-import dataclasses, os, resource, signal, sys
+import os, resource, signal, sys
 import numpy as np
 import jax
 from specjax.distillation import data, trainer
-from specjax.models.target import random_target
-from tests.conftest import TINY
+from tests.conftest import TINY, random_with_large_weights
 from tests.distillation import test_trainer as tests
 
-target = random_target(TINY, seed=1)
-target = dataclasses.replace(
-    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
-)
+target = random_with_large_weights(TINY)
 rng = np.random.default_rng(3)
 examples = [
     data.Example(rng.integers(0, 61, 32).astype(np.int32), np.arange(32) >= 5) for _ in range(12)
@@ -384,16 +380,12 @@ from specjax.distillation import steps
 from specjax.distillation.optimizers import make_optimizer
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.sharding import batch_sharding, make_mesh, param_shardings
-from specjax.models.target import random_target
 import specjax
-from tests.conftest import TINY
+from tests.conftest import TINY, random_with_large_weights
 from tests.distillation.test_trainer import CONFIG
 
 config = dataclasses.replace(TINY, num_kv_heads=4, num_heads=8, vocab_size=64)
-target = random_target(config, seed=1)
-target = dataclasses.replace(
-    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
-)
+target = random_with_large_weights(config)
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 64, (1, 8, 32)), "loss_mask": rng.random((1, 8, 32)) < 0.7,

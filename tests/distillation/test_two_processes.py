@@ -11,7 +11,7 @@ import sys
 import pytest
 
 CODE = """
-import dataclasses, sys
+import sys
 import jax
 index, count, port, total, workdir = *map(int, sys.argv[1:5]), sys.argv[5]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -21,14 +21,10 @@ import numpy as np
 from specjax.distillation import data
 from specjax.distillation.trainer import train
 from specjax.drafters.draft_lm import draft_lm, from_layers
-from specjax.models.target import random_target
-from tests.conftest import TINY
+from tests.conftest import TINY, random_with_large_weights
 from tests.distillation.test_trainer import CONFIG
 
-target = random_target(TINY, seed=1)
-target = dataclasses.replace(
-    target, params=jax.tree.map(lambda x: 10 * x if x.ndim > 1 else x, target.params)
-)
+target = random_with_large_weights(TINY)
 rng = np.random.default_rng(3)
 examples = [
     data.Example(rng.integers(0, 61, 16).astype(np.int32), np.arange(16) >= 3) for _ in range(8)
