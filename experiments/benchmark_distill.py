@@ -30,9 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import distill, launch
-from specjax import drafters
 from specjax.checkpoints.export import export_folder
-from specjax.distillation import features
+from specjax.distillation import data, features
 from specjax.distillation.steps import new_state, train_step
 from specjax.distillation.trainer import place, set_up
 from specjax.drafters.draft_lm import from_layers
@@ -59,10 +58,11 @@ def main() -> None:
     if jax.default_backend() != "cpu":
         raise ValueError("the sides share one machine: a CPU's only")
     target = launch.load_target(config.target)
-    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
+    examples, _ = distill.read(config, target)
+    loaded = distill.first_drafter(config, target, examples)
     started = time.perf_counter()
     made_now = not (pathlib.Path(config.features.path) / features.MANIFEST).exists()
-    batches = cached_batches(config, target, loaded)
+    batches = cached_batches(config, target, loaded, examples)
     written = time.perf_counter() - started
     folder = pathlib.Path(config.features.path)
     manifest = json.loads((folder / features.MANIFEST).read_text("utf-8"))
@@ -101,20 +101,20 @@ def main() -> None:
 
 
 def cached_batches(
-    config: ConfigDict, target: Target, loaded: LoadedDrafter
+    config: ConfigDict, target: Target, loaded: LoadedDrafter, examples: list[data.Example]
 ) -> list[features.Batch]:
     """The batches that all sides take; writes the cache if there is none."""
-    examples, _ = distill.read(config, target)
-    data = iter(distill.batches(config, target, loaded, examples))
-    return [next(data) for _ in range(1 + _STEPS.value)]
+    batches = iter(distill.batches(config, target, loaded, examples))
+    return [next(batches) for _ in range(1 + _STEPS.value)]
 
 
 def serve(config: ConfigDict) -> None:
     """Takes a training step for every line on stdin."""
     output, sys.stdout = sys.stdout, sys.stderr
     target = launch.load_target(config.target)
-    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
-    batches = iter(cached_batches(config, target, loaded))
+    examples, _ = distill.read(config, target)
+    loaded = distill.first_drafter(config, target, examples)
+    batches = iter(cached_batches(config, target, loaded, examples))
     mesh, recipe, _ = set_up(config.to_dict(), target, loaded)
     state = new_state(recipe, loaded.params, config.seed, mesh)
     print("{}", file=output, flush=True)

@@ -54,7 +54,7 @@ def main() -> None:
     shardings = param_shardings(target.params, make_mesh(**config.mesh))
     target = dataclasses.replace(target, params=jax.device_put(target.params, shardings))
     train_examples, held_out = read(config, target)
-    loaded = first_drafter(config, target)
+    loaded = first_drafter(config, target, train_examples)
     set_up(config.to_dict(), target, loaded)  # says what is wrong before hours of caching
     # A run that goes on must have the same text, wherever it lies.
     lasting = config.to_dict() | {"text": data.examples_hash([*train_examples, *held_out])}
@@ -78,9 +78,12 @@ def main() -> None:
         say(f"the drafter, of step {outcome.exported_step}, is in {folder}")
 
 
-def first_drafter(config: ConfigDict, target: Target) -> LoadedDrafter:
+def first_drafter(
+    config: ConfigDict, target: Target, examples: list[data.Example]
+) -> LoadedDrafter:
     """The drafter with the weights that a new run begins with."""
-    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed)
+    counts = data.token_counts(examples, target.config.vocab_size)
+    loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed, counts)
     if not config.init_from:
         return loaded
     masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), loaded.params)

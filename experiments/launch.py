@@ -24,7 +24,7 @@ import specjax
 from specjax.checkpoints import download
 from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.models.target import Target
-from specjax.trees import Tree
+from specjax.trees import DynamicTree, Tree
 from specjax.types import Drafter, LoadedDrafter, Progress
 from specjax.verification import RULES
 
@@ -33,7 +33,10 @@ MAIN = sys.argv[0]  # flags of this module are listed by --help like the program
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.", module_name=MAIN)
 
 
-DRAFTER_SPECS = "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS] or draft_lm:MODEL"
+DRAFTER_SPECS = (
+    "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS], draft_lm:MODEL, eagle3:FOLDER, or the folder "
+    "of a drafter trained here"
+)
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 
 
@@ -51,7 +54,10 @@ def define_num_draft_tokens() -> flags.FlagHolder:
 
 def define_tree() -> flags.FlagHolder:
     """`--tree`."""
-    text = "Draft a tree: children of each node on level 1, 2, …, like 4,2,1. Default: a chain."
+    text = (
+        "Draft a tree: children of each node on level 1, 2, …, like 4,2,1; or, with eagle3, one that "
+        "follows the draft: dynamic,TOTAL_TOKENS,DEPTH,TOP_K. Default: a chain."
+    )
     return flags.DEFINE_list("tree", [], text, module_name=MAIN)
 
 
@@ -62,20 +68,29 @@ def define_rule() -> flags.FlagHolder:
 
 
 def load_drafter(
-    spec: str, target: Target, num_draft_tokens: int | None, widths: list[str]
+    spec: str, target: Target, num_draft_tokens: int | None, words: list[str]
 ) -> Drafter | LoadedDrafter | None:
     """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name."""
-    if widths and num_draft_tokens is not None:
+    if words and num_draft_tokens is not None:
         raise ValueError("give either --num_draft_tokens or --tree")
-    if not all(width.strip().isdecimal() for width in widths):
-        raise ValueError(f"--tree takes numbers of children like 4,2,1, got {','.join(widths)!r}")
-    nodes = sum(itertools.accumulate(map(int, widths), operator.mul)) or num_draft_tokens or 0
+    dynamic = words[:1] == ["dynamic"]
+    numbers = words[dynamic:]
+    if not all(word.strip().isdecimal() for word in numbers) or (dynamic and len(numbers) != 3):
+        raise ValueError(
+            "--tree takes numbers of children like 4,2,1, or dynamic,TOTAL_TOKENS,DEPTH,TOP_K, got "
+            f"{','.join(words)!r}"
+        )
+    numbers = [int(word) for word in numbers]
+    nodes = numbers[0] if dynamic else sum(itertools.accumulate(numbers, operator.mul))
+    nodes = nodes or num_draft_tokens or 0
     if nodes >= target.config.context_length:
         raise ValueError(
             f"a draft of {nodes} tokens does not fit the target's context of "
             f"{target.config.context_length}"
         )
-    tree = Tree.of_widths([int(width) for width in widths]) if widths else None
+    tree = None
+    if numbers:
+        tree = DynamicTree(*numbers) if dynamic else Tree.of_widths(numbers)
     return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
 
 

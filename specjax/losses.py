@@ -151,12 +151,29 @@ class Losses:
                 raise ValueError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
 
 
+def acceptance(
+    target_logits: jax.Array, draft_logits: jax.Array, log_mass: jax.typing.ArrayLike = 0.0
+) -> jax.Array:
+    """α = Σ min(p, q), the probability that a draft is accepted; without a gradient.
+
+    Args:
+      target_logits, draft_logits: of the tokens that can be drafted.
+      log_mass: `[…]`, log of the target's probability of them all.
+    """
+    log_p = _log_softmax(target_logits) + jnp.expand_dims(log_mass, -1)
+    overlap = jnp.minimum(jnp.exp(log_p), jnp.exp(_log_softmax(draft_logits))).sum(-1)
+    return jax.lax.stop_gradient(overlap)
+
+
 def token_losses(
-    names: tuple[str, ...], tokens: jax.Array, target_logits: jax.Array, draft_logits: jax.Array
+    names: tuple[str, ...],
+    tokens: jax.Array,
+    target_logits: jax.Array,
+    draft_logits: jax.Array,
+    log_mass: jax.typing.ArrayLike = 0.0,
 ) -> dict[str, jax.Array]:
-    """The named losses and `alpha` = Σ min(p, q), `[…]` each."""
-    watched = jax.lax.stop_gradient(draft_logits)
-    values = {"alpha": 1 - total_variation(target_logits, watched)}
+    """The named losses and `alpha` (see `acceptance`), `[…]` each."""
+    values = {"alpha": acceptance(target_logits, draft_logits, log_mass)}
     for name in names:
         if name == "cross_entropy":
             values[name] = cross_entropy(tokens, draft_logits)

@@ -88,6 +88,11 @@ class Tree:
         return tuple(depths)
 
     @property
+    def num_nodes(self) -> int:
+        """N, the anchor not counted."""
+        return len(self.parents)
+
+    @property
     def depth(self) -> int:
         """Levels: the most tokens that can be accepted."""
         return self.depths[-1]
@@ -103,6 +108,49 @@ class Tree:
     def first(self, count: int) -> Tree:
         """The tree of the first `count` drafted tokens."""
         return Tree(self.parents[:count])
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """A tree whose shape follows what is drafted (EAGLE-2, Li et al. 2024b, §4): its static sizes.
+
+    Level by level the `top_k` likeliest nodes are expanded by their `top_k` likeliest tokens each; of
+    all nodes seen the `total_tokens` − 1 likeliest make the tree.
+
+    Attributes:
+      total_tokens: of the verified block, the anchor included.
+      depth: levels. EAGLE's own code counts the passes behind the first level, one less.
+      top_k: nodes that are expanded on a level, and children of each.
+
+    Raises:
+      ValueError: a size is below its least, or no level holds so many nodes.
+    """
+
+    total_tokens: int
+    depth: int
+    top_k: int
+
+    def __post_init__(self):
+        if self.total_tokens < 2 or self.depth < 1 or self.top_k < 1:
+            raise ValueError(
+                "a dynamic tree needs total_tokens ≥ 2, depth ≥ 1 and top_k ≥ 1, got "
+                f"{self.total_tokens}, {self.depth} and {self.top_k}"
+            )
+        if self.num_nodes > self.pool:
+            raise ValueError(
+                f"a dynamic tree of {self.total_tokens} tokens needs {self.num_nodes} nodes, but "
+                f"depth {self.depth} and top_k {self.top_k} give {self.pool} to choose from"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the anchor not counted."""
+        return self.total_tokens - 1
+
+    @property
+    def pool(self) -> int:
+        """Nodes to choose from."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
 
 
 def best_first(rank_acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Tree:

@@ -260,8 +260,12 @@ class Trainable(Drafter, Protocol):
           losses: which.
 
         Returns:
-          Each loss by its name, and the teacher-forced acceptance at each position, `alpha_1`, ….
+          The terms of each loss, and the teacher-forced acceptance at each position, `alpha_1`, ….
         """
+        ...
+
+    def terms_of(self, loss: str) -> dict[str, float]:
+        """The terms of the objective that a loss stands for in a config, and their factors."""
         ...
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:

@@ -7,7 +7,7 @@ the grouped axes shard without moving data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ class Tensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-class _Recipe(NamedTuple):
+class Recipe(NamedTuple):
     """How one parameter is made: the tensors it needs, and how they become its array.
 
     `wide` parameters are float32 in a model of any type.
@@ -37,74 +37,100 @@ class _Recipe(NamedTuple):
     wide: bool = False
 
 
-def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[_Recipe]:
+def norm_recipe(path: tuple[Any, ...], name: str, size: int, offset: float = 0.0) -> Recipe:
+    """A norm's scale from the weight of that name; `offset` is added to what is stored."""
+
+    def shifted(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32) + np.float32(offset)
+
+    return Recipe((*path, "scale"), {f"{name}.weight": (size,)}, shifted, wide=True)
+
+
+def table_recipe(path: tuple[Any, ...], name: str, shape: tuple[int, int]) -> Recipe:
+    """An embedding or a head, as it is stored."""
+    return Recipe(path, {f"{name}.weight": shape}, _same)
+
+
+def linear_recipe(path: tuple[Any, ...], name: str, inputs: int, outputs: int) -> Recipe:
+    """A projection, stored `[out, in]`."""
+    return Recipe(path, {f"{name}.weight": (outputs, inputs)}, np.transpose)
+
+
+def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[Recipe]:
+    depth = config.hidden_size
+    table = (config.vocab_size, depth)
+    yield table_recipe(("embedding",), "model.embed_tokens", table)
+    for i in range(config.num_layers):
+        yield from block_recipes(config, ("blocks", i), f"model.layers.{i}", norm_offset)
+    yield norm_recipe(("final_norm",), "model.norm", depth, norm_offset)
+    if not config.tie_embeddings:
+        yield table_recipe(("head_weight",), "lm_head", table)
+
+
+def block_recipes(
+    config: ModelConfig,
+    path: tuple[Any, ...],
+    name: str,
+    norm_offset: float = 0.0,
+    *,
+    qkv_inputs: int = 1,
+) -> Iterator[Recipe]:
+    """The parameters of a `models.transformer.Block` at a path, from the tensors under a name."""
     depth, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     groups, per_group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    attention = f"{name}.self_attn"
 
-    def norm(path, name, size=depth):
-        def shifted(x):
-            return x.astype(np.float32) + np.float32(norm_offset)
+    def norm(parameter: str, tensor: str, size: int = depth) -> Recipe:
+        return norm_recipe((*path, parameter), tensor, size, norm_offset)
 
-        return _Recipe((*path, "scale"), {f"{name}.weight": (size,)}, shifted, wide=True)
-
-    def fuse_qkv(*projections):
+    def fuse_qkv(*projections: np.ndarray) -> np.ndarray:
         parts = [x.reshape(groups, -1, head, *x.shape[1:]) for x in projections]
         fused = np.concatenate(parts, axis=1)
         return np.moveaxis(fused, 3, 0) if fused.ndim == 4 else fused  # weight, bias
 
-    def output(x):
+    def output(x: np.ndarray) -> np.ndarray:
         return x.T.reshape(groups, per_group, head, depth)
 
-    def fuse_gate_up(gate, up):
+    def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return np.stack([gate.T, up.T], axis=1)
 
-    table = (config.vocab_size, depth)
-    yield _Recipe(("embedding",), {"model.embed_tokens.weight": table}, _same)
-    for i in range(config.num_layers):
-        hf, block = f"model.layers.{i}", ("blocks", i)
-        attention = f"{hf}.self_attn"
-        sizes = {"q": config.num_heads * head, "k": groups * head, "v": groups * head}
-        yield norm((*block, "attention_norm"), f"{hf}.input_layernorm")
-        qkv = {f"{attention}.{p}_proj.weight": (size, depth) for p, size in sizes.items()}
-        yield _Recipe((*block, "qkv"), qkv, fuse_qkv)
-        if config.qkv_bias:
-            bias = {f"{attention}.{p}_proj.bias": (size,) for p, size in sizes.items()}
-            yield _Recipe((*block, "qkv_bias"), bias, fuse_qkv)
-        if config.qk_norm:
-            yield norm((*block, "query_norm"), f"{attention}.q_norm", head)
-            yield norm((*block, "key_norm"), f"{attention}.k_norm", head)
-        out = {f"{attention}.o_proj.weight": (depth, config.num_heads * head)}
-        yield _Recipe((*block, "attention_out"), out, output)
-        if config.post_norms:
-            yield norm((*block, "attention_post_norm"), f"{hf}.post_attention_layernorm")
-            yield norm((*block, "mlp_norm"), f"{hf}.pre_feedforward_layernorm")
-            yield norm((*block, "mlp_post_norm"), f"{hf}.post_feedforward_layernorm")
-        else:
-            yield norm((*block, "mlp_norm"), f"{hf}.post_attention_layernorm")
-        gate_up = {f"{hf}.mlp.{p}_proj.weight": (width, depth) for p in ("gate", "up")}
-        yield _Recipe((*block, "gate_up"), gate_up, fuse_gate_up)
-        down = {f"{hf}.mlp.down_proj.weight": (depth, width)}
-        yield _Recipe((*block, "down"), down, np.transpose)
-    yield norm(("final_norm",), "model.norm")
-    if not config.tie_embeddings:
-        yield _Recipe(("head_weight",), {"lm_head.weight": table}, _same)
+    sizes = {"q": config.num_heads * head, "k": groups * head, "v": groups * head}
+    yield norm("attention_norm", f"{name}.input_layernorm")
+    inputs = qkv_inputs * depth
+    qkv = {f"{attention}.{p}_proj.weight": (size, inputs) for p, size in sizes.items()}
+    yield Recipe((*path, "qkv"), qkv, fuse_qkv)
+    if config.qkv_bias:
+        bias = {f"{attention}.{p}_proj.bias": (size,) for p, size in sizes.items()}
+        yield Recipe((*path, "qkv_bias"), bias, fuse_qkv)
+    if config.qk_norm:
+        yield norm("query_norm", f"{attention}.q_norm", head)
+        yield norm("key_norm", f"{attention}.k_norm", head)
+    out = {f"{attention}.o_proj.weight": (depth, config.num_heads * head)}
+    yield Recipe((*path, "attention_out"), out, output)
+    if config.post_norms:
+        yield norm("attention_post_norm", f"{name}.post_attention_layernorm")
+        yield norm("mlp_norm", f"{name}.pre_feedforward_layernorm")
+        yield norm("mlp_post_norm", f"{name}.post_feedforward_layernorm")
+    else:
+        yield norm("mlp_norm", f"{name}.post_attention_layernorm")
+    gate_up = {f"{name}.mlp.{p}_proj.weight": (width, depth) for p in ("gate", "up")}
+    yield Recipe((*path, "gate_up"), gate_up, fuse_gate_up)
+    yield linear_recipe((*path, "down"), f"{name}.mlp.down_proj", width, depth)
 
 
 def _same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _check(recipes: list[_Recipe], tensors: Mapping[str, Tensor], tied: bool) -> None:
+def _check(recipes: list[Recipe], tensors: Mapping[str, Tensor], redundant: Container[str]) -> None:
     """Raises ValueError that names the missing, unexpected and misshaped tensors."""
     expected = {name: shape for recipe in recipes for name, shape in recipe.sources.items()}
-    # Old Llama files store their rotary frequencies; a tied file may store its head twice.
-    redundant = {"lm_head.weight"} if tied else set()
     extra = [
         name
         for name in tensors
         if name not in expected
         and name not in redundant
-        and not name.endswith("rotary_emb.inv_freq")
+        and not name.endswith("rotary_emb.inv_freq")  # old Llama files have them
     ]
     faults = {
         "missing": [name for name in expected if name not in tensors],
@@ -144,8 +170,25 @@ def convert(
     Raises:
       ValueError: tensors are missing, unexpected or misshaped; they are named.
     """
-    recipes = list(_recipes(config, norm_offset))
-    _check(recipes, tensors, config.tie_embeddings)
+    # A tied file may store its head twice.
+    redundant = {"lm_head.weight"} if config.tie_embeddings else ()
+    return assemble(_recipes(config, norm_offset), tensors, dtype, progress, redundant=redundant)
+
+
+def assemble(
+    recipes: Iterable[Recipe],
+    tensors: Mapping[str, Tensor],
+    dtype: jax.typing.DTypeLike,
+    progress: Progress | None = None,
+    *,
+    redundant: Container[str] = (),
+) -> dict[str, Any]:
+    """Params from recipes; the other arguments are those of `convert`.
+
+    `redundant` tensors may be there and are not read.
+    """
+    recipes = list(recipes)
+    _check(recipes, tensors, redundant)
     flat = {}
     for done, recipe in enumerate(recipes):
         if progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from specjax.checkpoints import huggingface
-from specjax.models.config import ModelConfig
+from specjax.models.config import ModelConfig, llama3_rope_factors
 from specjax.models.target import Target
 from specjax.types import PyTree
 
@@ -23,7 +24,7 @@ def export_folder(target: Target, folder: str | pathlib.Path) -> None:
       folder: made if absent, overwritten file by file.
 
     Raises:
-      ValueError: the model has an option that config.json cannot say (Llama 3's RoPE factors).
+      ValueError: the model has RoPE factors that config.json cannot say.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,10 +47,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         family = "qwen3"
     architecture = {"gemma3_text": "Gemma3", "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_factors:
-        if len(set(config.rope_factors)) > 1:
-            raise ValueError("RoPE factors that differ by frequency cannot be exported")
+    if len(set(config.rope_factors)) == 1:
         rope |= {"rope_type": "linear", "factor": config.rope_factors[0]}
+    elif config.rope_factors:
+        rope |= {"rope_type": "llama3", **llama3_rope(config)}
     if gemma:
         sliding = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
         rope = {"full_attention": rope, "sliding_attention": sliding}
@@ -79,43 +80,71 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw | {"hidden_act": "silu"}
 
 
+def llama3_rope(config: ModelConfig) -> dict[str, float]:
+    """The inverse of `models.config.llama3_rope_factors`, among the settings that were released.
+
+    Raises:
+      ValueError: no such setting gives the factors.
+    """
+    theta = config.rope_theta
+    for factor, context in itertools.product((8.0, 32.0), (2**n for n in range(5, 20))):
+        options = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        factors = llama3_rope_factors(config.head_dim, theta, original_context=context, **options)
+        if np.allclose(factors, config.rope_factors, rtol=1e-5):
+            return options | {"original_max_position_embeddings": context}
+    raise ValueError(
+        "RoPE factors that differ by frequency, and not as Llama 3's, have no config.json"
+    )
+
+
 def tensors_to_hf(config: ModelConfig, params: PyTree) -> dict[str, np.ndarray]:
     """The inverse of `checkpoints.convert.convert`."""
-    depth = config.hidden_size
     offset = 1.0 if config.post_norms else 0.0  # Gemma stores w of 1 + w
     tensors = {"model.embed_tokens.weight": np.asarray(params["embedding"])}
-
-    def norm(name: str, scale: PyTree) -> None:
-        tensors[f"{name}.weight"] = np.asarray(scale["scale"]) - np.float32(offset)
-
     for i in range(config.num_layers):
-        block, name = params["blocks"][i], f"model.layers.{i}"
-        attention = f"{name}.self_attn"
-        fused = np.moveaxis(np.asarray(block["qkv"]), 0, -1)  # [G, H/G + 2, head_dim, D]
-        for key, part in _split_qkv(fused).items():
-            tensors[f"{attention}.{key}_proj.weight"] = part.reshape(-1, depth)
-        if config.qkv_bias:
-            for key, part in _split_qkv(np.asarray(block["qkv_bias"])).items():
-                tensors[f"{attention}.{key}_proj.bias"] = part.reshape(-1)
-        if config.qk_norm:
-            norm(f"{attention}.q_norm", block["query_norm"])
-            norm(f"{attention}.k_norm", block["key_norm"])
-        out = np.asarray(block["attention_out"]).reshape(-1, depth)
-        tensors[f"{attention}.o_proj.weight"] = out.T
-        norm(f"{name}.input_layernorm", block["attention_norm"])
-        if config.post_norms:
-            norm(f"{name}.post_attention_layernorm", block["attention_post_norm"])
-            norm(f"{name}.pre_feedforward_layernorm", block["mlp_norm"])
-            norm(f"{name}.post_feedforward_layernorm", block["mlp_post_norm"])
-        else:
-            norm(f"{name}.post_attention_layernorm", block["mlp_norm"])
-        for slot, key in enumerate(("gate", "up")):
-            tensors[f"{name}.mlp.{key}_proj.weight"] = np.asarray(block["gate_up"])[:, slot].T
-        tensors[f"{name}.mlp.down_proj.weight"] = np.asarray(block["down"]).T
-    norm("model.norm", params["final_norm"])
+        tensors |= block_to_hf(config, params["blocks"][i], f"model.layers.{i}", offset)
+    tensors["model.norm.weight"] = norm_to_hf(params["final_norm"], offset)
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = np.asarray(params["head_weight"])
     return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+
+
+def norm_to_hf(norm: PyTree, offset: float = 0.0) -> np.ndarray:
+    """The weight of a norm, as it is stored."""
+    return np.asarray(norm["scale"]) - np.float32(offset)
+
+
+def block_to_hf(
+    config: ModelConfig, block: PyTree, name: str, offset: float = 0.0
+) -> dict[str, np.ndarray]:
+    """The inverse of `checkpoints.convert.block_recipes`."""
+    attention, tensors = f"{name}.self_attn", {}
+
+    def norm(tensor: str, parameter: str) -> None:
+        tensors[f"{tensor}.weight"] = norm_to_hf(block[parameter], offset)
+
+    fused = np.moveaxis(np.asarray(block["qkv"]), 0, -1)  # [G, H/G + 2, head_dim, inputs]
+    for key, part in _split_qkv(fused).items():
+        tensors[f"{attention}.{key}_proj.weight"] = part.reshape(-1, part.shape[-1])
+    if config.qkv_bias:
+        for key, part in _split_qkv(np.asarray(block["qkv_bias"])).items():
+            tensors[f"{attention}.{key}_proj.bias"] = part.reshape(-1)
+    if config.qk_norm:
+        norm(f"{attention}.q_norm", "query_norm")
+        norm(f"{attention}.k_norm", "key_norm")
+    out = np.asarray(block["attention_out"])
+    tensors[f"{attention}.o_proj.weight"] = out.reshape(-1, out.shape[-1]).T
+    norm(f"{name}.input_layernorm", "attention_norm")
+    if config.post_norms:
+        norm(f"{name}.post_attention_layernorm", "attention_post_norm")
+        norm(f"{name}.pre_feedforward_layernorm", "mlp_norm")
+        norm(f"{name}.post_feedforward_layernorm", "mlp_post_norm")
+    else:
+        norm(f"{name}.post_attention_layernorm", "mlp_norm")
+    for slot, key in enumerate(("gate", "up")):
+        tensors[f"{name}.mlp.{key}_proj.weight"] = np.asarray(block["gate_up"])[:, slot].T
+    tensors[f"{name}.mlp.down_proj.weight"] = np.asarray(block["down"]).T
+    return tensors
 
 
 def _split_qkv(fused: np.ndarray) -> dict[str, np.ndarray]:

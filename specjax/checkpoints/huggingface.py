@@ -31,8 +31,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def folder_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+def folder_tensors(folder: pathlib.Path, *, other_types: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The tensors of a folder, by name, unread.
+
+    Args:
+      folder: with safetensors.
+      other_types: what may be stored beside floats, as safetensors names it (`I64`, `BOOL`).
 
     Raises:
       FileNotFoundError: no safetensors, or a shard that the index names is missing.
@@ -51,10 +55,13 @@ def folder_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
             f"{folder}: {', '.join(missing)} not found; weights are read from {SINGLE}, "
             f"or from the shards that {INDEX} names"
         )
-    return {name: tensor for file in files for name, tensor in _file_tensors(folder / file).items()}
+    tensors = {}
+    for file in files:
+        tensors |= _file_tensors(folder / file, FLOATS + other_types)
+    return tensors
 
 
-def _file_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+def _file_tensors(path: pathlib.Path, types: tuple[str, ...]) -> dict[str, Tensor]:
     def read(name: str) -> np.ndarray:
         with safe_open(path, "numpy") as file:
             return file.get_tensor(name)
@@ -63,10 +70,10 @@ def _file_tensors(path: pathlib.Path) -> dict[str, Tensor]:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             for name, stored in slices.items():
-                if stored.get_dtype() not in FLOATS:
-                    kind = stored.get_dtype()
+                kind = stored.get_dtype()
+                if kind not in types:
                     raise ValueError(
-                        f"{path}: {name} is stored as {kind}; read are {', '.join(FLOATS)}"
+                        f"{path}: {name} is stored as {kind}; read are {', '.join(types)}"
                     )
             return {
                 name: Tensor(tuple(stored.get_shape()), functools.partial(read, name))

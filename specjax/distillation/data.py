@@ -409,6 +409,12 @@ def examples_hash(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
+def token_counts(examples: Sequence[Example], vocab_size: int) -> np.ndarray:
+    """`[V]`: how often the target says each token in the supervised text."""
+    said = [example.tokens[example.loss_mask] for example in examples]
+    return np.bincount(np.concatenate(said), minlength=vocab_size)
+
+
 def evaluation_batches(
     examples: Sequence[Example],
     *,

@@ -6,7 +6,6 @@ Either way an objective gets a `specjax.types.Trace` and cannot tell which it wa
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 import shutil
@@ -19,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.models.config import ModelConfig
-from specjax.models.target import Target
+from specjax.models.target import Target, target_hash
 from specjax.models.transformer import read_text
 from specjax.types import Progress, PyTree, Trace
 
@@ -52,15 +51,6 @@ def traces(graphdef: Any, params: PyTree, taps: tuple[int, ...], batch: Batch) -
         features, hidden = out.features, out.hidden
     features, hidden = jax.lax.stop_gradient((features, hidden))
     return Trace(*text, prediction_weights(batch), features, hidden)
-
-
-def target_hash(target: Target) -> str:
-    """Short hash of a target's architecture and of the first numbers of every weight."""
-    digest = hashlib.sha256(repr(target.config).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
-        head = np.asarray(leaf.reshape(-1)[:256])
-        digest.update(jax.tree_util.keystr(path).encode() + head.tobytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)

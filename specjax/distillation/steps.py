@@ -69,6 +69,15 @@ class Recipe:
     average_decay: float = 0.0
     remat: bool = True
 
+    @property
+    def terms(self) -> list[tuple[str, float]]:
+        """(name, coefficient) of each term that is minimised."""
+        return [
+            (term, factor * share)
+            for loss, factor in self.losses
+            for term, share in self.drafter.terms_of(loss).items()
+        ]
+
     def traces(self, target_params: PyTree, batch: Batch) -> Trace:
         """What the target made of a batch."""
         return traces(self.graphdef, target_params, self.drafter.taps, batch)
@@ -143,7 +152,7 @@ def train_step(
     def share(params: PyTree, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict]:
         terms = recipe.row_terms(params, target_params, micro, key)
         means = {name: value / totals[name] for name, (value, _) in terms.items()}
-        return sum(factor * means[name] for name, factor in recipe.losses), means
+        return sum(factor * means[name] for name, factor in recipe.terms), means
 
     def accumulate(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         (loss, means), gradient = jax.value_and_grad(share, has_aux=True)(state.params, *xs)

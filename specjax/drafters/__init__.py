@@ -1,23 +1,22 @@
 """Drafters: everything about one is in its own file or folder, and in one line here."""
 
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax.checkpoints import huggingface
+import numpy as np
+
 from specjax.checkpoints.load import load_target
 from specjax.drafters import draft_lm as draft_lms
+from specjax.drafters import eagle3, identity
 from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import NGram
 from specjax.models.target import Target
-from specjax.trees import Tree
+from specjax.trees import DynamicTree, Tree
 from specjax.types import Drafter, LoadedDrafter
 
 __all__ = ["NGram", "draft_lm", "early_exit", "export", "from_config", "load_drafter"]
-
-IDENTITY = "specjax.json"  # in the folder of a trained drafter, says what it is
 
 
 def _ngram(argument: str, target: Target, tree: Tree) -> Drafter:
@@ -41,11 +40,18 @@ def _draft_lm(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
     return draft_lm(load_target(argument, dtype=target.dtype), target, tree=tree)
 
 
+def _eagle3(argument: str, target: Target, tree: Tree | DynamicTree) -> LoadedDrafter:
+    if not argument:
+        raise ValueError("eagle3 needs a trained drafter: eagle3:FOLDER")
+    return eagle3.load(pathlib.Path(argument), target, tree)
+
+
 # name → its builder from (what follows "name:", the target, what to draft), and its usual K.
 REGISTRY: dict[str, tuple[Callable[..., Drafter | LoadedDrafter], int]] = {
     "ngram": (_ngram, 8),
     "early_exit": (_early_exit, 4),
     "draft_lm": (_draft_lm, 4),
+    "eagle3": (_eagle3, 4),
 }
 
 
@@ -54,13 +60,13 @@ def load_drafter(
     target: Target,
     num_draft_tokens: int | None = None,
     *,
-    tree: Tree | None = None,
+    tree: Tree | DynamicTree | None = None,
 ) -> Drafter | LoadedDrafter | None:
     """The drafter that a text names.
 
     Args:
       spec: `none`, `ngram` or `ngram:SHORTEST_MATCH`, `early_exit` or `early_exit:LAYERS`,
-        `draft_lm:MODEL`, or the folder of a trained drafter.
+        `draft_lm:MODEL`, `eagle3:FOLDER`, or the folder of a drafter trained here.
       target: what it drafts for.
       num_draft_tokens: K of a chain; by default the drafter's usual one.
       tree: drafted instead of a chain.
@@ -69,8 +75,9 @@ def load_drafter(
       ValueError: there is no such drafter (the message lists those there are), or it does not fit.
     """
     name, _, argument = spec.partition(":")
-    if (pathlib.Path(spec) / IDENTITY).exists():
-        name, argument = huggingface.read_json(pathlib.Path(spec) / IDENTITY)["drafter"], spec
+    trained = identity.name_of(pathlib.Path(spec))
+    if trained:
+        name, argument = trained, spec
     if name == "none":
         return None
     if name not in REGISTRY:
@@ -78,17 +85,29 @@ def load_drafter(
     build, usual = REGISTRY[name]
     if tree is None:
         tree = Tree.chain(usual if num_draft_tokens is None else num_draft_tokens)
+    if isinstance(tree, DynamicTree) and name != "eagle3":
+        raise ValueError(f"{name} drafts no dynamic tree, eagle3 does")
     return build(argument, target, tree)
 
 
-# name → how it is built for training from its part of a config, the target and a seed; and its export.
+# name → how it is built for training from the target, a seed, how often the target says each token, and
+# its part of a config; and its export.
 TRAINABLE: dict[str, tuple[Callable[..., LoadedDrafter], Callable[..., None]]] = {
     "draft_lm": (draft_lms.from_config, draft_lms.export),
+    "eagle3": (eagle3.from_config, eagle3.export),
 }
 
 
-def from_config(config: Mapping[str, Any], target: Target, seed: int) -> LoadedDrafter:
+def from_config(
+    config: Mapping[str, Any], target: Target, seed: int, token_counts: np.ndarray
+) -> LoadedDrafter:
     """The drafter to train that a config describes; its key `name` says which.
+
+    Args:
+      config: its name and options.
+      target: what it drafts for.
+      seed: of random weights.
+      token_counts: `[V]`, how often the target says each token in the training text.
 
     Raises:
       ValueError: there is no such drafter, or one of its keys is wrong.
@@ -98,7 +117,7 @@ def from_config(config: Mapping[str, Any], target: Target, seed: int) -> LoadedD
     if name not in TRAINABLE:
         raise ValueError(f"config.drafter.name {name!r} is unknown; known: {', '.join(TRAINABLE)}")
     try:
-        return TRAINABLE[name][0](target, seed, **options)
+        return TRAINABLE[name][0](target, seed, token_counts, **options)
     except TypeError as error:
         raise ValueError(f"config.drafter: {error}") from None
 
@@ -107,4 +126,4 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes a trained drafter as a folder that `load_drafter` and other engines read."""
     name = loaded.name.partition(":")[0]
     TRAINABLE[name][1](loaded, target, folder)
-    (folder / IDENTITY).write_text(json.dumps({"drafter": name}) + "\n", encoding="utf-8")
+    identity.write(folder, name, target)

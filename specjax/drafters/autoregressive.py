@@ -1,33 +1,38 @@
-"""Drafting with a transformer, level after level: shared by `draft_lm` and `early_exit`."""
+"""Drafting with a network, level after level: shared by `draft_lm`, `early_exit` and `eagle3`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.transformer import Scratch
+from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.noise import Noise
 from specjax.sampling import Sampling, argmax, log_probs, sample
-from specjax.trees import Tree
+from specjax.trees import DynamicTree, Tree
 from specjax.types import Draft
 
-# (tokens [T], positions [T], scratch, mask [T, slots], n) → (logits [n, V] after the last n, scratch)
-Forward = Callable[[jax.Array, jax.Array, Scratch, jax.Array, int], tuple[jax.Array, Scratch]]
+# (tokens [n], positions [n], scratch, mask [n, slots], slots of their parents [n])
+# → (logits [n, V] after each, scratch with their rows in the next n slots)
+Forward = Callable[
+    [jax.Array, jax.Array, Any, jax.Array, jax.Array],
+    tuple[jax.Array, Any],
+]
 
 
 class TreeDrafter:
     """The sizes of a drafter whose field `tree` is what it drafts."""
 
-    tree: Tree
+    tree: Tree | DynamicTree
 
     @property
     def num_draft_tokens(self) -> int:
         """K, or N in a tree."""
-        return len(self.tree.parents)
+        return self.tree.num_nodes
 
     @property
     def draft_depth(self) -> int:
@@ -62,16 +67,25 @@ def scratch_size(tree: Tree, first: int) -> int:
     return int(slots_of(tree, first).max())
 
 
+def chain_mask(slots: jax.Array, hidden_slots: jax.Array) -> jax.Array:
+    """`[T, slots]`: tokens of a chain in these slots see those before and themselves."""
+    every = jnp.arange(hidden_slots.shape[0])
+    return ((every <= slots[:, None]) & ~hidden_slots) | (every == slots[:, None])
+
+
 def draft(
+    logits: jax.Array,
+    scratch: Any,
     forward: Forward,
-    scratch: Scratch,
-    tokens: jax.Array,
-    positions: jax.Array,
-    hidden_slots: jax.Array,
+    position: jax.Array,
     tree: Tree,
     sampling: Sampling | None,
     noise: Noise | None,
-) -> tuple[Draft, Scratch]:
+    *,
+    first: int,
+    hidden_slots: jax.Array,
+    vocabulary: DraftVocabulary | None = None,
+) -> tuple[Draft, Any]:
     """Drafts a chain or a tree, each token from the logits after its parent.
 
     The rows of all passes go to a scratch and see their ancestors there, so that the cache is only
@@ -80,22 +94,26 @@ def draft(
     tokens before the first logits that are not finite are valid.
 
     Args:
+      logits: `[V]` after the anchor.
+      scratch: with the rows of the first pass; room for `scratch_size` slots.
       forward: the network.
-      scratch: empty, of `scratch_size` slots.
-      tokens, positions: `[T0]`, of the first pass; the anchor is the last.
-      hidden_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
+      position: `[]` int32, of the anchor's row.
       tree: what is drafted.
       sampling: of this row.
       noise: None for the likeliest tokens.
+      first: slots that the first pass took, the anchor's the last.
+      hidden_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
+      vocabulary: whose tokens the logits are of; the target's by default.
     """
-    draft_levels = _draft_chain if tree == Tree.chain(len(tree.parents)) else _draft_tree
-    choose = functools.partial(_children, sampling, noise)
-    return draft_levels(forward, scratch, tokens, positions, hidden_slots, tree, choose)
+    draft_levels = _draft_chain if tree == Tree.chain(tree.num_nodes) else _draft_tree
+    choose = functools.partial(_children, sampling, noise, vocabulary)
+    return draft_levels(logits, scratch, forward, position, first, hidden_slots, tree, choose)
 
 
 def _children(
     sampling: Sampling | None,
     noise: Noise | None,
+    vocabulary: DraftVocabulary | None,
     logits: jax.Array,
     node: jax.typing.ArrayLike,
     depth: jax.typing.ArrayLike,
@@ -104,7 +122,10 @@ def _children(
     """The children of a node at some depth: tokens `[count]`, log q `[count, V]`, finite `[count]`."""
     finite = jnp.broadcast_to(jnp.isfinite(logits.max()), count)
     if noise is None:
-        return _largest(logits, count), None, finite
+        tokens = _largest(logits, count)
+        return tokens if vocabulary is None else vocabulary.tokens(tokens), None, finite
+    if vocabulary is not None:
+        logits = vocabulary.spread(logits)
     log_q = log_probs(logits, sampling)
     gumbel = noise.draft_gumbel(node, depth, logits.shape[-1])
     if count == 1:
@@ -127,32 +148,27 @@ def _largest(scores: jax.Array, count: int) -> jax.Array:
     return argmax(scores)[None] if count == 1 else jax.lax.top_k(scores, count)[1]
 
 
-def _draft_chain(forward, scratch, tokens, positions, hidden_slots, tree, choose):
+def _draft_chain(logits, scratch, forward, position, first, hidden_slots, tree, choose):
     """One token a level, in a scan."""
-    slots = jnp.arange(scratch.positions.shape[0])
-
-    def mask(own: jax.Array) -> jax.Array:
-        return ((slots <= own[:, None]) & ~hidden_slots) | (slots == own[:, None])
 
     def step(carry, node):
         token, scratch = carry
-        own = scratch.slot[None]
-        logits, scratch = forward(token, positions[-1:] + node, scratch, mask(own), 1)
+        own = (first - 1 + node)[None]
+        mask = chain_mask(own, hidden_slots)
+        logits, scratch = forward(token, (position + node)[None], scratch, mask, own - 1)
         chosen = choose(logits[0], node, node, 1)
         return (chosen[0], scratch), chosen
 
-    logits, scratch = forward(tokens, positions, scratch, mask(jnp.arange(len(tokens))), 1)
-    first = choose(logits[0], 0, 0, 1)
-    (_, scratch), rest = jax.lax.scan(step, (first[0], scratch), jnp.arange(1, len(tree.parents)))
-    drafted, log_q, finite = jax.tree.map(lambda x, xs: jnp.concatenate([x, xs[:, 0]]), first, rest)
+    root = choose(logits, 0, 0, 1)
+    (_, scratch), rest = jax.lax.scan(step, (root[0], scratch), jnp.arange(1, tree.num_nodes))
+    drafted, log_q, finite = jax.tree.map(lambda x, xs: jnp.concatenate([x, xs[:, 0]]), root, rest)
     return Draft(drafted, log_q, _leading(finite)), scratch
 
 
-def _draft_tree(forward, scratch, tokens, positions, hidden_slots, tree, choose):
+def _draft_tree(logits, scratch, forward, position, first, hidden_slots, tree, choose):
     """All nodes of a level that have children in one pass."""
-    first = len(tokens)
     slots = slots_of(tree, first)
-    size = scratch.positions.shape[0]
+    size = hidden_slots.shape[0]
     sees = np.tril(np.ones((size, size), bool))
     sees[first:, first:] = False
     for node, parent in enumerate(tree.parents, start=1):
@@ -165,13 +181,18 @@ def _draft_tree(forward, scratch, tokens, positions, hidden_slots, tree, choose)
     for depth in range(tree.depth):
         level = [n for n in range(len(slots)) if tree.depths[n] == depth and tree.children[n]]
         if depth == 0:
-            fed, at, seen = tokens, positions, sees[:first]
+            after = logits[None]
         else:
-            fed = jnp.concatenate(drafted)[np.array(level) - 1]
-            at, seen = positions[-1:] + np.full(len(level), depth), sees[slots[level]]
-        logits, scratch = forward(fed, at, scratch, seen, len(level))
+            parents = [tree.parents[node - 1] for node in level]
+            after, scratch = forward(
+                jnp.concatenate(drafted)[np.array(level) - 1],
+                position + np.full(len(level), depth),
+                scratch,
+                sees[slots[level]],
+                jnp.asarray(slots[parents]),
+            )
         for row, node in enumerate(level):
-            chosen = choose(logits[row], node, depth, len(tree.children[node]))
+            chosen = choose(after[row], node, depth, len(tree.children[node]))
             for found, into in zip(chosen, (drafted, log_qs, finite), strict=True):
                 into.append(found)
     log_q = None if log_qs[0] is None else jnp.concatenate(log_qs)

@@ -114,21 +114,26 @@ class DraftLM(autoregressive.TreeDrafter):
         before = context.length - 2
         cache_len = jnp.maximum(before, 0)
 
-        def forward(tokens, positions, scratch, mask, wanted):
+        def run(tokens, positions, scratch, mask):
             out = model(tokens, positions, state.cache, cache_len, mask, scratch=scratch)
-            return model.head(out.hidden[-wanted:]), scratch.after(out, positions)
+            return out.hidden, scratch.after(out, positions)
+
+        def forward(tokens, positions, scratch, mask, parents):
+            hidden, scratch = run(tokens, positions, scratch, mask)
+            return model.head(hidden), scratch
 
         size = autoregressive.scratch_size(self.tree, 2)
-        draft, scratch = autoregressive.draft(
-            forward,
-            Scratch.empty(self.config, size, self.dtype),
+        hidden_slots = (jnp.arange(size) == 0) & (before < 0)
+        hidden, scratch = run(
             context.tokens[jnp.stack([cache_len, context.length - 1])],
             before + jnp.arange(2),
-            (jnp.arange(size) == 0) & (before < 0),
-            self.tree,
-            context.sampling,
-            noise,
+            Scratch.empty(self.config, size, self.dtype),
+            autoregressive.chain_mask(jnp.arange(2), hidden_slots),
         )
+        draft, scratch = autoregressive.draft(
+            model.head(hidden[-1:])[0], scratch, forward, before + 1, self.tree,
+            context.sampling, noise, first=2, hidden_slots=hidden_slots,
+        )  # fmt: skip
         draft = dataclasses.replace(draft, num_valid=jnp.where(state.sound, draft.num_valid, 0))
         return draft, dataclasses.replace(state, rows=scratch.rows)
 
@@ -171,6 +176,10 @@ class DraftLM(autoregressive.TreeDrafter):
         terms = weighted_sums(one, trace.weights, *arrays, remat=losses.remat)
         alpha = terms.pop("alpha")
         return {**terms, "alpha_1": alpha}
+
+    def terms_of(self, loss: str) -> dict[str, float]:
+        """A loss is one term."""
+        return {loss: 1.0}
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
         """Teacher-forced: in a right draft the drafting model has read the text itself."""
@@ -238,6 +247,7 @@ def from_layers(target: Target, num_layers: int) -> Target:
 def from_config(
     target: Target,
     seed: int,
+    token_counts: np.ndarray,
     *,
     model: str = "",
     num_layers: int = 0,
@@ -249,6 +259,7 @@ def from_config(
     Args:
       target: what it drafts for.
       seed: of random weights.
+      token_counts: of the training text; it can draft every token.
       model: folder, GGUF file or hub id.
       num_layers: of the target, see `from_layers`.
       scratch: keep only the shape of those layers, with random weights.

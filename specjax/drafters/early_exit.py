@@ -59,12 +59,12 @@ class EarlyExit(autoregressive.TreeDrafter, Stateless):
         model = nnx.merge(self.graphdef, target_params)
         start = context.length - 1
 
-        def forward(tokens, positions, scratch, mask, wanted):
+        def forward(tokens, positions, scratch, mask, parents):
             out = model(
                 tokens, positions, context.target_cache, start, mask,
                 scratch=scratch, depth=self.exit_layer,
             )  # fmt: skip
-            return model.head(out.hidden[-wanted:]), scratch.after(out, positions)
+            return model.head(out.hidden), scratch.after(out, positions)
 
         shallow = dataclasses.replace(
             self.config,
@@ -72,16 +72,19 @@ class EarlyExit(autoregressive.TreeDrafter, Stateless):
             sliding_layers=self.config.sliding_layers[: self.exit_layer],
         )
         size = autoregressive.scratch_size(self.tree, 1)
-        draft, _ = autoregressive.draft(
-            forward,
-            Scratch.empty(shallow, size, self.dtype),
+        hidden_slots = jnp.zeros(size, bool)
+        own = jnp.zeros(1, jnp.int32)
+        logits, scratch = forward(
             context.tokens[start][None],
             start[None],
-            jnp.zeros(size, bool),
-            self.tree,
-            context.sampling,
-            noise,
+            Scratch.empty(shallow, size, self.dtype),
+            autoregressive.chain_mask(own, hidden_slots),
+            own - 1,
         )
+        draft, _ = autoregressive.draft(
+            logits[0], scratch, forward, start, self.tree, context.sampling, noise,
+            first=1, hidden_slots=hidden_slots,
+        )  # fmt: skip
         return draft, state
 
 

@@ -26,6 +26,7 @@ LAYOUT: dict[str, tuple[str | None, ...]] = {
     "attention_out": ("tensor", None, None, "fsdp"),
     "gate_up": ("fsdp", None, "tensor"),
     "down": ("tensor", "fsdp"),
+    "fusion": ("fsdp", "tensor"),
 }
 
 

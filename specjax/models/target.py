@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.models.config import ModelConfig
@@ -55,3 +57,15 @@ def random_target(
     """
     state = nnx.state(Transformer(config, rngs=nnx.Rngs(seed), dtype=dtype))
     return Target("random", config, nnx.to_pure_dict(state), **fields)
+
+
+def target_hash(target: Target) -> str:
+    """Short hash of a target's architecture and of the first numbers of every weight.
+
+    Numbers are compared in bfloat16: the same checkpoint in float32 is the same target.
+    """
+    digest = hashlib.sha256(repr(target.config).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        first = np.asarray(leaf.reshape(-1)[:256].astype(jnp.bfloat16))
+        digest.update(jax.tree_util.keystr(path).encode() + first.tobytes())
+    return digest.hexdigest()[:16]

@@ -183,9 +183,20 @@ class RMSNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and gated MLP. Projections that read the same input are one weight."""
+    """Pre-norm attention and gated MLP. Projections that read the same input are one weight.
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    `project` and `finish` are what lies before and after the attention itself, for drafters whose
+    attention is another; `qkv_inputs` hidden states side by side are what theirs reads.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        *,
+        qkv_inputs: int = 1,
+    ):
         groups, per_group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         depth, width, head = config.hidden_size, config.intermediate_size, config.head_dim
 
@@ -197,7 +208,7 @@ class Block(nnx.Module):
 
         self.config = config
         self.attention_norm = norm(depth)
-        self.qkv = weight(depth, groups, per_group + 2, head)
+        self.qkv = weight(qkv_inputs * depth, groups, per_group + 2, head)
         self.attention_out = weight(groups, per_group, head, depth)
         self.mlp_norm = norm(depth)
         self.gate_up = weight(depth, 2, width)
@@ -227,30 +238,42 @@ class Block(nnx.Module):
         Returns:
           `[T, D]`, and the rows K and V `[G, N, head_dim]`, those of the scratch included.
         """
-        fused = jnp.einsum("td,dgch->tgch", self.attention_norm(x), self.qkv[...])
+        queries, keys, values = self.project(self.attention_norm(x), view.cos, view.sin)
+        if past is not None:
+            past_keys, past_values, slot = past
+            keys = jax.lax.dynamic_update_slice(past_keys, keys, (0, slot, 0))
+            values = jax.lax.dynamic_update_slice(past_values, values, (0, slot, 0))
+        masks = view.cache_mask, view.block_mask
+        mixed = attend(queries, keys, values, *cache, *masks, self.scale)
+        return self.finish(x, mixed), keys, values
+
+    @property
+    def scale(self) -> float:
+        """Of the attention scores."""
+        return self.config.query_scale or self.config.head_dim**-0.5
+
+    def project(
+        self, normed: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries `[T, G, n, head_dim]`, rotated keys and values `[G, T, head_dim]`."""
+        fused = jnp.einsum("td,dgch->tgch", normed, self.qkv[...])
         if self.config.qkv_bias:
             fused = fused + self.qkv_bias[...]
         queries, keys, values = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
         if self.config.qk_norm:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        queries = rotate(queries, view.cos[:, None], view.sin[:, None])
-        keys = rotate(keys, view.cos, view.sin).swapaxes(0, 1)
-        values = values.swapaxes(0, 1)
-        if past is not None:
-            past_keys, past_values, slot = past
-            keys = jax.lax.dynamic_update_slice(past_keys, keys, (0, slot, 0))
-            values = jax.lax.dynamic_update_slice(past_values, values, (0, slot, 0))
-        scale = self.config.query_scale or self.config.head_dim**-0.5
-        mixed = attend(queries, keys, values, *cache, view.cache_mask, view.block_mask, scale)
+        queries = rotate(queries, cos[:, None], sin[:, None])
+        return queries, rotate(keys, cos, sin).swapaxes(0, 1), values.swapaxes(0, 1)
+
+    def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """The stream `[T, D]` with attention's output, `[T, G, n, head_dim]`, and the MLP's."""
         # Flattened, because einsum over three axes would transpose the weight in every step.
         mixed = mixed.reshape(len(x), -1) @ self.attention_out[...].reshape(-1, x.shape[-1])
         x = x + (self.attention_post_norm(mixed) if self.config.post_norms else mixed)
         gate_up = jnp.einsum("td,dcf->tcf", self.mlp_norm(x), self.gate_up[...])
-        mixed = (ACTIVATIONS[self.config.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[
-            ...
-        ]
-        x = x + (self.mlp_post_norm(mixed) if self.config.post_norms else mixed)
-        return x, keys, values
+        inner = ACTIVATIONS[self.config.activation](gate_up[:, 0]) * gate_up[:, 1]
+        mixed = inner @ self.down[...]
+        return x + (self.mlp_post_norm(mixed) if self.config.post_norms else mixed)
 
 
 class Transformer(nnx.Module):
@@ -269,14 +292,12 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """`[T]` ids → `[T, D]`. Ids outside the vocabulary are clamped: invalid slots hold any."""
-        rows = self.embedding[...][jnp.clip(tokens, 0, self.config.vocab_size - 1)]
-        # Rounded to the weights' type first, as the released Gemma models were trained.
-        return rows * jnp.asarray(self.config.embedding_scale, rows.dtype)
+        return embed(self.embedding[...], tokens, self.config.embedding_scale)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """`[T, D]` after the final norm → float32 logits `[T, V]`."""
         weight = self.embedding if self.config.tie_embeddings else self.head_weight
-        return _project(hidden, weight[...])
+        return project_to_vocabulary(hidden, weight[...])
 
     def __call__(
         self,
@@ -351,13 +372,20 @@ class Transformer(nnx.Module):
         return views
 
 
+def embed(table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
+    """`Transformer.embed` from the table `[V, D]` alone."""
+    rows = table[jnp.clip(tokens, 0, len(table) - 1)]
+    # Rounded to the weights' type first, as the released Gemma models were trained.
+    return rows * jnp.asarray(scale, rows.dtype)
+
+
 def logits_of(params: Any, hidden: jax.Array) -> jax.Array:
     """`Transformer.head` from the params alone: `[…, D]` → float32 `[…, V]`."""
     weight = params["head_weight"] if "head_weight" in params else params["embedding"]
-    return _project(hidden, weight)
+    return project_to_vocabulary(hidden, weight)
 
 
-def _project(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+def project_to_vocabulary(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """`[…, D]` × `[V, D]` → float32 `[…, V]`.
 
     `reduce_precision` to float32 changes nothing, but keeps XLA:CPU from fusing the product with a

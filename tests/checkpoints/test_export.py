@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax
@@ -12,7 +13,7 @@ from specjax.checkpoints.export import export_folder
 from specjax.checkpoints.load import load_target
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-FAMILIES = ("llama_tied", "llama_untied", "qwen2", "qwen3", "gemma3")
+FAMILIES = ("llama_tied", "llama_untied", "llama3_scaled", "qwen2", "qwen3", "gemma3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,5 +44,8 @@ def test_transformers_loads_an_export(family, tmp_path):
 
 def test_factors_that_config_json_cannot_say(tmp_path):
     target = load_target(GOLDEN / "llama3_scaled", dtype=np.float32)
+    factors = tuple(np.linspace(1, 7, len(target.config.rope_factors)).tolist())
+    config = dataclasses.replace(target.config, rope_factors=factors)
+    target = dataclasses.replace(target, config=config)
     with pytest.raises(ValueError, match="RoPE factors that differ by frequency"):
         export_folder(target, tmp_path)

@@ -362,7 +362,7 @@ def test_a_draft_carries_the_law_of_sampling_without_replacement(tiny):
     @jax.jit
     @jax.vmap
     def draw(key):
-        return _children(sampling, Noise(key, jnp.int32(7)), logits, 0, 0, 3)
+        return _children(sampling, Noise(key, jnp.int32(7)), None, logits, 0, 0, 3)
 
     tokens, log_q, finite = map(np.asarray, draw(keys))
     assert finite.all() and (np.diff(np.sort(tokens, axis=1), axis=1) > 0).all()

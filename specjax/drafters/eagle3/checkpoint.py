@@ -1,0 +1,192 @@
+"""EAGLE-3 drafters on disk: the layout of SafeAILab and SpecForge, which vLLM and SGLang serve.
+
+`midlayer.*`, `fc`, `norm`, `lm_head`, `embed_tokens`, `d2t` (offsets: the target's id is i + d2t[i]),
+`t2d` and a `config.json`. Folders of `speculators` are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from specjax.checkpoints import convert, export, huggingface
+from specjax.checkpoints.convert import Tensor
+from specjax.drafters import identity
+from specjax.drafters.eagle3.drafter import Eagle3
+from specjax.drafters.vocabulary import DraftVocabulary
+from specjax.models.config import ModelConfig, config_from_hf
+from specjax.models.sharding import EMBEDDINGS
+from specjax.models.target import Target
+from specjax.models.transformer import check_taps
+from specjax.trees import DynamicTree, Tree
+from specjax.types import LoadedDrafter
+
+# Options of `speculators` that no layer here has.
+REFUSED = ("fc_norm", "norm_before_fc", "norm_output")
+
+
+def default_taps(config: ModelConfig) -> tuple[int, int, int]:
+    """Low, middle and high: outputs of blocks 1, ⌊L/2⌋ − 1 and L − 4 (EAGLE-3's own choice)."""
+    taps = 1, config.num_layers // 2 - 1, config.num_layers - 4
+    if not taps[0] < taps[1] < taps[2]:
+        raise ValueError(f"a target of {config.num_layers} layers has no usual taps: give them")
+    return taps
+
+
+def load(folder: pathlib.Path, target: Target, tree: Tree | DynamicTree) -> LoadedDrafter:
+    """The drafter of a folder.
+
+    Args:
+      folder: `config.json` and safetensors.
+      target: what it drafts for.
+      tree: what is drafted.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or it lacks a file.
+      ValueError: the drafter is of another target, or damaged; the message says in what.
+    """
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is no EAGLE-3 folder: no config.json")
+    raw = huggingface.read_json(folder / "config.json")
+    config, taps, options = read_config(raw, target, folder)
+    identity.check_target(folder, target)
+    tensors = huggingface.folder_tensors(folder, other_types=("I64", "I32", "BOOL"))
+    tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+    vocabulary = _vocabulary(tensors, config, target, folder)
+    recipes = list(_recipes(config, len(taps), tensors))
+    params = convert.assemble(recipes, tensors, target.dtype, redundant=("d2t", "t2d"))
+    if "embedding" not in params:
+        _log("%s has no embed_tokens: the target's embedding is used", folder)
+    elif np.allclose(params["embedding"], target.params["embedding"], rtol=1e-2, atol=1e-4):
+        del params["embedding"]  # a copy of the target's
+    if "head_weight" not in params:
+        _log("%s has no lm_head: the target's head is used", folder)
+    drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **options)
+    return LoadedDrafter(drafter, params, f"eagle3:{folder}")
+
+
+def read_config(
+    raw: Mapping[str, Any], target: Target, folder: pathlib.Path
+) -> tuple[ModelConfig, tuple[int, ...], dict[str, bool]]:
+    """The layer's architecture, the taps and the options that a `config.json` says.
+
+    Raises:
+      ValueError: they do not fit the target, or are not supported.
+    """
+    layer, wanted = raw.get("transformer_layer_config", raw), target.config
+    for option in REFUSED:
+        if raw.get(option):
+            raise ValueError(f"{folder}: {option} is not supported")
+    size = raw.get("draft_vocab_size") or layer.get("vocab_size")
+    config = config_from_hf({**layer, "vocab_size": size, "tie_word_embeddings": False})
+    features = raw.get("target_hidden_size") or config.hidden_size
+    for what, drafter_has, target_has in (
+        ("hidden size", config.hidden_size, wanted.hidden_size),
+        ("features of size", features, wanted.hidden_size),
+        ("a target vocabulary of", layer.get("vocab_size"), wanted.vocab_size),
+        ("layers", config.num_layers, 1),
+    ):
+        if drafter_has != target_has:
+            raise ValueError(
+                f"{folder} does not fit {target.name}: it has {what} {drafter_has}, not {target_has}"
+            )
+    taps = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    inputs = raw.get("eagle_aux_hidden_state_layer_ids")
+    if taps is None and inputs is not None:  # of the blocks that read the features
+        taps = [tap - 1 for tap in inputs]
+    taps = default_taps(wanted) if taps is None else tuple(taps)
+    check_taps(taps, wanted)
+    return config, taps, {"norm_before_residual": bool(raw.get("norm_before_residual"))}
+
+
+def _recipes(
+    config: ModelConfig, num_taps: int, tensors: Mapping[str, Tensor]
+) -> Iterator[convert.Recipe]:
+    """The parameters; embedding and head only where they are there."""
+    depth = config.hidden_size
+    yield convert.linear_recipe(("fusion",), "fc", num_taps * depth, depth)
+    yield from convert.block_recipes(config, ("layer",), "midlayer", qkv_inputs=2)
+    yield convert.norm_recipe(("layer", "hidden_norm"), "midlayer.hidden_norm", depth)
+    yield convert.norm_recipe(("final_norm",), "norm", depth)
+    if "lm_head.weight" in tensors:
+        yield convert.table_recipe(("head_weight",), "lm_head", (config.vocab_size, depth))
+    if "embed_tokens.weight" in tensors:
+        size = tensors["embed_tokens.weight"].shape[0]
+        yield convert.table_recipe(("embedding",), "embed_tokens", (size, depth))
+
+
+def _vocabulary(
+    tensors: Mapping[str, Tensor], config: ModelConfig, target: Target, folder: pathlib.Path
+) -> DraftVocabulary | None:
+    """The draft vocabulary; None where it is the target's."""
+    size, full = config.vocab_size, target.config.vocab_size
+    if "d2t" not in tensors:
+        if size != full:
+            raise ValueError(f"{folder}: {size} draft tokens, but no d2t says which of {full}")
+        return None
+    offsets = tensors["d2t"].read()
+    if offsets.shape != (size,):
+        raise ValueError(f"{folder}: d2t is of shape {offsets.shape}, expected ({size},)")
+    try:
+        vocabulary = DraftVocabulary(tuple((offsets + np.arange(size)).tolist()), full)
+    except ValueError as error:
+        raise ValueError(f"{folder}, d2t: {error}") from None
+    return None if size == full and not offsets.any() else vocabulary
+
+
+def write(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
+    """Writes the drafter as SafeAILab and SpecForge do.
+
+    Embedding and head are written also where they are the target's: some engines expect them.
+    """
+    drafter, params = loaded.drafter, jax.device_get(loaded.params)
+    config, vocabulary = drafter.config, drafter.vocabulary
+    folder.mkdir(parents=True, exist_ok=True)
+    full = target.config.vocab_size
+    ids = np.arange(full) if vocabulary is None else vocabulary.array
+    shared = jax.device_get({k: x for k, x in target.params.items() if k in EMBEDDINGS})
+    embedding = params.get("embedding", shared["embedding"])
+    head = params.get("head_weight", shared.get("head_weight", shared["embedding"]))
+    tensors = {
+        "fc.weight": np.asarray(params["fusion"]).T,
+        **export.block_to_hf(config, params["layer"], "midlayer"),
+        "midlayer.hidden_norm.weight": export.norm_to_hf(params["layer"]["hidden_norm"]),
+        "norm.weight": export.norm_to_hf(params["final_norm"]),
+        "lm_head.weight": np.asarray(head),
+        "embed_tokens.weight": np.asarray(embedding),
+        "d2t": ids.astype(np.int64) - np.arange(len(ids)),
+        "t2d": np.isin(np.arange(full), ids),
+    }
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
+    described = export.config_to_hf(config)
+    rope = described["rope_parameters"]  # as transformers 5 has it; readers of version 4 look below
+    described |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": full,
+        "draft_vocab_size": len(ids),
+        "dtype": drafter.dtype.name,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        # SpecForge and SGLang name the blocks that make the features, vLLM those that read them.
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
+            "use_aux_hidden_state": True,
+        },
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
+        "norm_before_residual": drafter.norm_before_residual,
+    }
+    text = json.dumps(described, indent=1) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _log(message: str, *values: Any) -> None:
+    logging.getLogger(__name__).info(message, *values)

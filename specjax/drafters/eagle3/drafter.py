@@ -1,0 +1,285 @@
+"""EAGLE-3 as a drafter: what it keeps, how it drafts, what it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.drafters import autoregressive, dynamic_tree
+from specjax.drafters.eagle3 import network
+from specjax.drafters.vocabulary import DraftVocabulary
+from specjax.losses import DIVERGENCES, Losses, token_losses, weighted_sums
+from specjax.models.cache import KVCache, write_rows
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Scratch, causal_mask, embed, logits_of
+from specjax.noise import Noise
+from specjax.sampling import argmax
+from specjax.trees import DynamicTree, Tree
+from specjax.types import Committed, Context, Draft, PyTree, Terms, Trace
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eagle3State:
+    """The layer's cache, made of the target's features only.
+
+    Attributes:
+      cache: rows 0…length − 2 are valid; row i was made of the features at i and of token i + 1.
+      hidden: `[D]`, output of the last row: what the first drafted token is read from.
+      sound: `[]` bool, False from the first output on that was not finite.
+    """
+
+    cache: KVCache
+    hidden: jax.Array
+    sound: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """What one draft has computed, in slots: rows of the cache, and outputs of the layer `[N, D]`."""
+
+    rows: Scratch
+    hidden: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3(autoregressive.TreeDrafter):
+    """Drafts from the target's features, then from its own states (EAGLE-3, Li et al. 2025).
+
+    ```
+    committed   t0 t1 t2 t3              features f0 f1 f2, anchor t3
+    observe     (f0 t1) (f1 t2) (f2 t3)  rows 0 1 2 of the cache; the last output is a2
+    propose     a2 → d4;  (a2 d4) → a3 → d5;  (a3 d5) → a4 → d6
+    ```
+
+    The first token costs no pass: `observe` made its state. Rows of a draft lie in a scratch and are
+    thrown away; `observe` makes them again, of true features. Where there are no features yet, after a
+    prompt of one token, nothing is drafted; nor once an output was not finite.
+
+    Attributes:
+      config: of the layer; its `vocab_size` is that of the draft.
+      taps: the target's blocks whose outputs are fused.
+      dtype: of the weights.
+      vocabulary: what can be drafted; None for the target's whole vocabulary.
+      tree: what is drafted: a chain, a static or a dynamic tree.
+      unroll: n, steps of training-time test.
+      step_decay: weight of a step's loss over that of the step before.
+      norm_before_residual: the layer's stream is the normed state, as in some released checkpoints.
+      likely_inside: learn only where the target's likeliest token can be drafted, as EAGLE's own code
+        does; `speculators` learns everywhere.
+    """
+
+    config: ModelConfig
+    taps: tuple[int, ...]
+    dtype: Any
+    vocabulary: DraftVocabulary | None
+    tree: Tree | DynamicTree
+    unroll: int = 7
+    step_decay: float = 0.8
+    norm_before_residual: bool = False
+    likely_inside: bool = True
+
+    def __post_init__(self):
+        if not 1 <= self.unroll <= 8:
+            raise ValueError(f"eagle3: unroll must be 1…8 steps, got {self.unroll}")
+
+    def network(self, params: PyTree, target_params: PyTree) -> network.Eagle3Network:
+        """The network; a head that its params lack is the target's."""
+        if "head_weight" not in params:
+            head = target_params.get("head_weight", target_params["embedding"])
+            params = params | {"head_weight": head}
+        static = network.graphdef(self.config, len(self.taps), self.norm_before_residual)
+        return nnx.merge(static, {name: params[name] for name in params if name != "embedding"})
+
+    def embed(self, params: PyTree, target_params: PyTree, tokens: jax.Array) -> jax.Array:
+        """`[T]` ids → `[T, D]`, by the target's table where the params have none."""
+        table = params.get("embedding", target_params["embedding"])
+        return embed(table, tokens, self.config.embedding_scale)
+
+    def init_state(self, max_len: int) -> Eagle3State:
+        """Nothing observed."""
+        cache = KVCache.zeros(self.config, max_len, self.dtype)
+        return Eagle3State(cache, jnp.zeros(self.config.hidden_size, self.dtype), jnp.array(True))
+
+    def observe(
+        self, params: PyTree, target_params: PyTree, state: Eagle3State, committed: Committed
+    ) -> Eagle3State:
+        """Writes the rows of the committed tokens, of the target's own features."""
+        model = self.network(params, target_params)
+        width = len(committed.tokens)
+        outputs, rows = model(
+            self.embed(params, target_params, committed.next_tokens),
+            model.fuse(committed.features),
+            committed.start + jnp.arange(width),
+            state.cache,
+            committed.start,
+            causal_mask(width),
+        )
+        counted = jnp.arange(width) < committed.count
+        finite = (jnp.isfinite(outputs).all(-1) | ~counted).all()
+        # The write must depend on what was read, as in the target's prefill.
+        count = jnp.where(finite, committed.count, 0)
+        last = outputs[jnp.maximum(count - 1, 0)]
+        return Eagle3State(
+            write_rows(state.cache, rows, committed.start, count),
+            jnp.where(count > 0, last, state.hidden),
+            state.sound & finite,
+        )
+
+    prefill = observe
+
+    def propose(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        state: Eagle3State,
+        context: Context,
+        noise: Noise | None,
+    ) -> tuple[Draft, Eagle3State]:
+        """Tokens of the head's processed distributions."""
+        model = self.network(params, target_params)
+        position = context.length - 2  # of the row that the anchor's features will not change
+        dynamic = isinstance(self.tree, DynamicTree)
+        sizes = dynamic_tree if dynamic else autoregressive
+        size = sizes.scratch_size(self.tree, *([] if dynamic else [1]))
+
+        def forward(tokens, positions, scratch, mask, parents):
+            outputs, rows = model(
+                self.embed(params, target_params, tokens), scratch.hidden[parents], positions,
+                state.cache, position + 1, mask, scratch.rows,
+            )  # fmt: skip
+            slot = scratch.rows.slot
+            hidden = jax.lax.dynamic_update_slice(scratch.hidden, outputs, (slot, 0))
+            rows = Scratch(rows, scratch.rows.moved(positions), slot + len(positions))
+            return model.head(outputs), DraftRows(rows, hidden)
+
+        # Slot 0 stands for the last row of the cache: it has its output, and nobody sees its row.
+        empty = Scratch.empty(self.config, size, self.dtype)
+        hidden = jnp.zeros((size, self.config.hidden_size), self.dtype).at[0].set(state.hidden)
+        scratch = DraftRows(dataclasses.replace(empty, slot=jnp.int32(1)), hidden)
+        arguments = (
+            model.head(state.hidden), scratch, forward, position, self.tree, context.sampling, noise,
+        )  # fmt: skip
+        options = {"hidden_slots": jnp.arange(size) == 0, "vocabulary": self.vocabulary}
+        if dynamic:
+            draft = dynamic_tree.draft(*arguments, **options)
+        else:
+            draft, _ = autoregressive.draft(*arguments, first=1, **options)
+        ready = state.sound & (context.length > 1)
+        return dataclasses.replace(draft, num_valid=jnp.where(ready, draft.num_valid, 0)), state
+
+    def unrolled(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        trace: Trace,
+        steps: int,
+        *,
+        remat: bool = False,
+    ) -> list[jax.Array]:
+        """Outputs of the layer in each step of training-time test, `[T, D]` each.
+
+        Step s at index i has read the features up to i and the text up to i + 1 + s; it predicts the
+        token after that.
+        """
+        model = self.network(params, target_params)
+        own_text = trace.segments[:, None] == trace.segments
+        mask = causal_mask(len(trace.tokens)) & own_text
+        hidden, earlier, outputs = model.fuse(trace.features), (), []
+        for step in range(steps):
+            run = jax.checkpoint(model.unroll_step) if remat else model.unroll_step
+            tokens = jnp.roll(trace.tokens, -1 - step)
+            embedded = self.embed(params, target_params, tokens)
+            hidden, rows = run(embedded, hidden, trace.positions + step, mask, earlier)
+            earlier, outputs = (*earlier, rows), [*outputs, hidden]
+        return outputs
+
+    def terms_of(self, loss: str) -> dict[str, float]:
+        """A loss has a term for each step."""
+        return {f"{loss}_{k + 1}": self.step_decay**k for k in range(self.unroll)}
+
+    def objective(
+        self,
+        params: PyTree,
+        target_params: PyTree,
+        trace: Trace,
+        key: jax.Array,
+        losses: Losses,
+    ) -> Terms:
+        """The losses of every step (training-time test, §3.2), and `alpha_1`, ….
+
+        The target's distribution is that over the draft vocabulary, where its likeliest token lies
+        there; other tokens add nothing. α counts them all, against the whole distribution.
+        """
+        model = self.network(params, target_params)
+        steps = self.unrolled(params, target_params, trace, self.unroll, remat=losses.remat)
+        # From here on index j is of the token that the target's prediction is made after.
+        outputs, own_text = [], []
+        for k, output in enumerate(steps, start=1):
+            outputs.append(jnp.roll(output, k, axis=0))
+            own_text.append(self._same_text(trace, k))
+        outputs, own_text = jnp.stack(outputs, axis=1), jnp.stack(own_text, axis=1)
+
+        def one(next_tokens, target_hidden, outputs, own_text):
+            logits = jax.lax.stop_gradient(logits_of(target_params, target_hidden))
+            labels, taught, log_mass, logits = self._restricted(next_tokens, logits)
+            sums = {}
+            for k in range(self.unroll):
+                draft_logits = model.head(outputs[:, k])
+                values = token_losses(losses.names, labels, logits, draft_logits, log_mass)
+                for name, value in values.items():
+                    counted = own_text[:, k] & taught.get(name, True)
+                    sums[f"{name}_{k + 1}"] = jnp.where(counted, value, 0)
+            return sums
+
+        arrays = jnp.roll(trace.tokens, -1), trace.hidden, outputs, own_text
+        sums = weighted_sums(one, trace.weights, *arrays, remat=losses.remat)
+        weights = (trace.weights[:, None] * own_text).sum(0)
+        return {
+            name: (value, weights[int(name.rpartition("_")[2]) - 1])
+            for name, (value, _) in sums.items()
+        }
+
+    def _restricted(
+        self, tokens: jax.Array, logits: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array, jax.Array]:
+        """The target's predictions, `[n]` tokens and `[n, V]` logits, in the draft vocabulary.
+
+        Returns:
+          Tokens as draft tokens; for each loss that not every row teaches, which do; the log of the
+          target's probability of the draft vocabulary; its logits there.
+        """
+        if self.vocabulary is None:
+            return tokens, {}, jnp.zeros(len(tokens)), logits
+        kept = logits[:, self.vocabulary.array]
+        log_mass = jax.nn.logsumexp(kept, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+        labels, said = self.vocabulary.locate(tokens)
+        _, likely = self.vocabulary.locate(argmax(logits))
+        taught = dict.fromkeys(DIVERGENCES, likely) if self.likely_inside else {}
+        return labels, taught | {"cross_entropy": said}, log_mass, kept
+
+    @staticmethod
+    def _same_text(trace: Trace, shift: int) -> jax.Array:
+        """`[T]` bool: the token `shift` places before is of the same text."""
+        before = jnp.roll(trace.segments, shift)
+        return (before == trace.segments) & (jnp.arange(len(before)) >= shift)
+
+    def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
+        """The unroll is what drafting does while its drafts are right."""
+        model = self.network(params, target_params)
+        columns = []
+        for k, outputs in enumerate(
+            self.unrolled(params, target_params, trace, self.draft_depth), start=1
+        ):
+            likeliest = jax.lax.map(lambda x: argmax(model.head(x)), outputs, batch_size=128)
+            if self.vocabulary is not None:
+                likeliest = self.vocabulary.tokens(likeliest)
+            # Made at the anchor's index − 1, of the token k places behind the anchor.
+            made = jnp.roll(likeliest, 1) == jnp.roll(trace.tokens, -k)
+            columns.append(made & self._same_text(trace, 1))
+        return jnp.stack(columns, axis=1)

@@ -1,0 +1,33 @@
+"""What the folder of a trained drafter says of itself, beside its weights."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from specjax.checkpoints import huggingface
+from specjax.models.target import Target, target_hash
+
+FILE = "specjax.json"
+
+
+def write(folder: pathlib.Path, drafter: str, target: Target) -> None:
+    """Says which drafter it is, and what it was trained for."""
+    told = {"drafter": drafter, "target": target.name, "target_hash": target_hash(target)}
+    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def name_of(folder: pathlib.Path) -> str | None:
+    """The drafter's name in the registry; None where the folder does not say."""
+    path = folder / FILE
+    return huggingface.read_json(path).get("drafter") if path.exists() else None
+
+
+def check_target(folder: pathlib.Path, target: Target) -> None:
+    """Raises ValueError where a drafter of features was trained on those of another target."""
+    told = huggingface.read_json(folder / FILE) if (folder / FILE).exists() else {}
+    if told.get("target_hash") not in (None, target_hash(target)):
+        raise ValueError(
+            f"{folder} was trained for {told.get('target')}, and {target.name} has other weights; if "
+            f"it is the same model in other numbers, take target_hash out of {folder / FILE}"
+        )
