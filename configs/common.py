@@ -34,6 +34,7 @@ def get_config() -> ConfigDict:
             "features": {
                 "path": "",  # folder of cached target features; empty computes them in every step
                 "dtype": "bfloat16",
+                "taps": (),  # to be cached beside the drafter's own, for other drafters
             },
             "optimizer": {
                 "name": "adamw",

@@ -59,7 +59,7 @@ def main() -> None:
     # A run that goes on must have the same text, wherever it lies.
     lasting = config.to_dict() | {"text": data.examples_hash([*train_examples, *held_out])}
     lasting["data"].pop("path")
-    lasting["features"]["path"] = bool(config.features.path)
+    lasting["features"] = {"dtype": config.features.dtype, "cached": bool(config.features.path)}
     outcome = train(
         lasting, target, loaded, batches(config, target, loaded, train_examples),
         evaluation(config, held_out), WORKDIR.value,
@@ -135,7 +135,9 @@ def batches(
     sizes = {"sequence_length": config.data.sequence_length, "batch_size": rows}
     if not config.features.path:
         return data.train_batches(examples, seed=config.seed, **sizes, **host)
-    folder, taps = pathlib.Path(config.features.path), loaded.drafter.taps
+    folder = pathlib.Path(config.features.path)
+    # A cache with more taps than this drafter's serves several.
+    taps = tuple(sorted({*loaded.drafter.taps, *config.features.taps}))
     identity = data.fingerprint(target.tokenizer) | {
         "data": data.examples_hash(examples),
         "sequence_length": config.data.sequence_length,
@@ -155,8 +157,8 @@ def batches(
                 folder, target, taps, text, identity, dtype=config.features.dtype,
                 sequence_length=config.data.sequence_length, progress=report, total=count,
             )  # fmt: skip
-    source, layout = features.open_cache(folder, target, taps, identity)
-    return data.cached_batches(source, layout.unpack, batch_size=rows, seed=config.seed, **host)
+    source, unpack = features.open_cache(folder, target, loaded.drafter.taps, identity)
+    return data.cached_batches(source, unpack, batch_size=rows, seed=config.seed, **host)
 
 
 def evaluation(

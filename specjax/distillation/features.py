@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -182,19 +182,21 @@ def write_cache(
 
 def open_cache(
     folder: pathlib.Path, target: Target, taps: tuple[int, ...], identity: Mapping[str, Any]
-) -> tuple[Any, Layout]:
-    """A Grain source of a cache's records, and their layout.
+) -> tuple[Any, Callable[[bytes], dict[str, np.ndarray]]]:
+    """A Grain source of a cache's records, and what makes rows of them, with these taps only.
 
     Raises:
       FileNotFoundError: there is no complete cache.
-      ValueError: it was made for something else; the message names what differs.
+      ValueError: it was made for something else, or lacks a tap; the message names what differs.
     """
     import grain
 
     if not (folder / MANIFEST).exists():
         raise FileNotFoundError(f"{folder} holds no complete cache of features")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    for name, wanted in _identity(target, taps, identity).items():
+    kept = manifest.get("taps", [])
+    more = [] if set(taps) <= set(kept) else list(taps)  # then they are what differs
+    for name, wanted in _identity(target, more or kept, identity).items():
         if manifest.get(name) != wanted:
             raise ValueError(
                 f"{folder}: the cached features are of {name} {manifest.get(name)!r}, wanted is "
@@ -204,8 +206,14 @@ def open_cache(
     source = grain.sources.ArrayRecordDataSource(sorted(map(str, folder.glob("*.array_record"))))
     if len(source) != manifest["rows"]:
         raise ValueError(f"{folder}: {len(source)} of {manifest['rows']} rows are there; delete it")
-    return source, layout
+    columns = [kept.index(tap) for tap in taps]
+
+    def unpack(record: bytes) -> dict[str, np.ndarray]:
+        row = layout.unpack(record)
+        return row | {"features": row["features"][:, columns]}
+
+    return source, unpack
 
 
-def _identity(target: Target, taps: tuple[int, ...], more: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(target: Target, taps: Iterable[int], more: Mapping[str, Any]) -> dict[str, Any]:
     return {"target": target_hash(target), "taps": list(taps), **more}

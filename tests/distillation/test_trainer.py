@@ -336,8 +336,8 @@ def test_cached_features_are_the_online_ones(tiny, examples, tmp_path):
         tmp_path, tiny, (0, 2), batches, identity, sequence_length=64, dtype="float32"
     )
     assert written == sum(int(batch["segments"].any(-1).sum()) for batch in batches)
-    source, layout = features.open_cache(tmp_path, tiny, (0, 2), identity)
-    cached = next(iter(data.cached_batches(source, layout.unpack, batch_size=written, seed=0)))
+    source, unpack = features.open_cache(tmp_path, tiny, (0, 2), identity)
+    cached = next(iter(data.cached_batches(source, unpack, batch_size=written, seed=0)))
 
     def fields(batch) -> Trace:
         return features.traces(tiny.graphdef, tiny.params, (0, 2), batch)
@@ -346,6 +346,9 @@ def test_cached_features_are_the_online_ones(tiny, examples, tmp_path):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), fields(cached), fields(text)
     )
+    source, unpack = features.open_cache(tmp_path, tiny, (2,), identity)
+    fewer = next(iter(data.cached_batches(source, unpack, batch_size=written, seed=0)))
+    np.testing.assert_array_equal(fewer["features"], cached["features"][:, :, 1:])
     assert sorted(map(bytes, cached["tokens"])) == sorted(
         bytes(row) for batch in batches for row in batch["tokens"] if row.any()
     )
