@@ -32,7 +32,7 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.noise import Noise, Role
 from specjax.sampling import Sampling, argmax
-from specjax.types import Draft, Drafter, PyTree, Rule, StopReason, Verdict
+from specjax.types import Committed, Draft, Drafter, PyTree, Rule, StopReason, Verdict
 from specjax.verification.law import require_chain
 
 
@@ -88,7 +88,8 @@ class Breakdown:
     """Timings of the parts, and what they say.
 
     Attributes:
-      plain, cycle, draft, verify: of one plain step, one cycle, its two parts alone.
+      plain, cycle, draft, verify: of one plain step, one cycle, its two parts alone; `draft` is
+        proposing and observing.
       rule: of the rule on logits that are there, a part of `verify`.
       tau: tokens a row committed per cycle.
       weight_bytes: bytes of weights a plain step reads.
@@ -150,26 +151,42 @@ def draft_alone(
     *,
     steps: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Drafts `steps` times; the anchor of each is the last token drafted before.
+    """Drafts and observes `steps` times; the anchor of each is the last token drafted before.
 
     Returns:
       The last tokens `[B]`, and `[]` float32 that depends on every log q: without it XLA would leave
       out what only a rule reads.
     """
-    one = jax.vmap(functools.partial(propose, drafter, drafter_params, params, rule))
 
-    def body(_, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        anchors, read = carry
+    def one(row: Row, cache: KVCache, state: PyTree, sampling: Any, noise: Any) -> Any:
+        draft, state = propose(
+            drafter, drafter_params, params, rule, row, cache, state, sampling, noise
+        )
+        nodes = jnp.arange(drafter.draft_depth + 1)
+        block = jnp.append(row.anchor, draft.tokens)[nodes]
+        table = params["embedding"]
+        # Depends on the step before, though it is 0: else XLA computes what reads it only once.
+        zero = (row.anchor < 0).astype(table.dtype)
+        features = jnp.full((len(nodes), len(drafter.taps), table.shape[1]), zero)
+        committed = Committed(
+            block, features, jnp.roll(block, -1), row.length - 1, jnp.int32(1), nodes
+        )
+        return draft, drafter.observe(drafter_params, params, state, committed)
+
+    def body(_, carry: tuple[jax.Array, jax.Array, PyTree]) -> tuple[jax.Array, jax.Array, PyTree]:
+        anchors, read, state = carry
         index = (jnp.arange(len(anchors)), rows.length - 1)
         moved = dataclasses.replace(rows, tokens=rows.tokens.at[index].set(anchors))
         noise = None if sampling is None else Noise(keys, moved.length - 1)
-        draft, _ = one(moved, cache, state, sampling, noise)
+        draft, state = jax.vmap(one)(moved, cache, state, sampling, noise)
         if draft.log_q is not None:
             read += draft.log_q.max(-1).sum()
-        return draft.tokens[:, -1], read
+        return draft.tokens[:, -1], read, state
 
     anchors = jnp.ones(rows.length.shape[0], jnp.int32)
-    return jax.lax.fori_loop(0, steps, body, (anchors, jnp.float32(0)))
+    carry = anchors, jnp.float32(0), state
+    anchors, read, state = jax.lax.fori_loop(0, steps, body, carry)
+    return anchors, read + sum(x.sum() for x in jax.tree.leaves(state))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rule", "taps", "steps"))

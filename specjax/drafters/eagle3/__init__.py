@@ -36,6 +36,7 @@ def from_config(
     model: str = "",
     taps: tuple[int, ...] | None = None,
     draft_vocab_size: int = 0,
+    own_head: bool = True,
     intermediate_size: int = 0,
     qk_norm: bool = False,
     unroll: int = 7,
@@ -51,6 +52,7 @@ def from_config(
       model: folder of a drafter to begin with; the options of the architecture are then its own.
       taps: the target's blocks whose outputs are read; EAGLE's own choice by default.
       draft_vocab_size: the most frequent tokens that can be drafted; 0 for all.
+      own_head: train a copy of the target's head; False uses the target's, with its whole vocabulary.
       intermediate_size: width of the layer's MLP; 0 for the target's.
       qk_norm: norm queries and keys, as Qwen3 does.
       unroll: n, steps of training-time test.
@@ -66,6 +68,8 @@ def from_config(
     vocabulary = None
     if draft_vocab_size and draft_vocab_size != target.config.vocab_size:
         vocabulary = DraftVocabulary.of_counts(token_counts, draft_vocab_size)
+        if not own_head:
+            raise ValueError("eagle3: a draft vocabulary needs a head of its own")
     size = target.config.vocab_size if vocabulary is None else len(vocabulary)
     config = dataclasses.replace(
         target.config, num_layers=1, vocab_size=size, tie_embeddings=False, qk_norm=qk_norm,
@@ -76,6 +80,8 @@ def from_config(
     params = nnx.to_pure_dict(nnx.state(fresh))
     head = target.params.get("head_weight", target.params["embedding"])
     params["head_weight"] = head if vocabulary is None else head[vocabulary.array]
+    if not own_head:
+        del params["head_weight"]
     params["final_norm"] = jax.tree.map(lambda x: x, target.params["final_norm"])
     drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **steps)
     return LoadedDrafter(drafter, params, "eagle3")
