@@ -4,8 +4,9 @@ r"""EAGLE-3 for Llama 3.1 8B by its authors' recipe (Li et al. 2025), on a pod.
     --workdir=gs://BUCKET/llama31_8b_eagle3 --config.data.path=responses.jsonl
 
 Their data are 532,000 prompts of ShareGPT and UltraChat, answered by the target. One layer, 32,000
-tokens, 7 steps of training-time test; AdamW at 5e-5. Their figures: τ 6.13 (MT-Bench), 6.74 (HumanEval), 6.23
-(GSM8K) at temperature 0 with a tree of 60 tokens. Not run here. With `:runlocal` SmolLM2 stands in.
+tokens, 7 steps of training-time test; AdamW at 5e-5. Their figures, at temperature 0 with a tree of
+60 tokens: τ 6.13 (MT-Bench), 6.74 (HumanEval), 6.23 (GSM8K). Not run here. With `:runlocal` SmolLM2
+stands in.
 """
 
 from ml_collections import ConfigDict

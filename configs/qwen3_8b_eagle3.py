@@ -5,8 +5,8 @@ r"""EAGLE-3 for Qwen3 8B as DSpark's authors trained it (2026, their baseline), 
 
 Five taps, the target's head and whole vocabulary, normed queries and keys, 7 steps of training-time
 test; 1.3 million prompts of Open-PerfectBlend, answered by the target without thinking, 10 epochs of
-batches of 512. Their figures at temperature 1, a chain of 7: τ 5.30 (GSM8K), 4.33 (HumanEval), 2.66 (MT-Bench).
-Not run here. With `:runlocal` SmolLM2 stands in.
+batches of 512. Their figures at temperature 1, a chain of 7: τ 5.30 (GSM8K), 4.33 (HumanEval), 2.66
+(MT-Bench). Not run here. With `:runlocal` SmolLM2 stands in.
 """
 
 from ml_collections import ConfigDict

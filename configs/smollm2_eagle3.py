@@ -26,7 +26,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.remat = False
     config.data.held_out_rows = 8
     config.total_steps = 230
-    config.optimizer.learning_rate = 1e-3
+    config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 20
     config.alpha_every = config.save_every = 50
     return common.for_mode(config, mode)

@@ -44,6 +44,23 @@ def with_tree(loaded, tree):
     return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, tree=tree))
 
 
+@functools.partial(jax.jit, static_argnames=("drafter", "steps"))
+def unrolled(drafter, params, target_params, trace, steps):
+    """Logits `[steps, T, V_d]` of training-time test."""
+    head = drafter.network(params, target_params).head
+    return jnp.stack([head(x) for x in drafter.unrolled(params, target_params, trace, steps)])
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",))
+def terms_of(drafter, params, target_params, trace):
+    return drafter.objective(params, target_params, trace, jax.random.key(0), KL)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",))
+def observe(drafter, params, target_params, state, committed):
+    return drafter.observe(params, target_params, state, committed)
+
+
 # --- against speculators -----------------------------------------------------------------------------
 
 
@@ -74,13 +91,12 @@ def test_unrolled_logits_and_losses_are_those_of_speculators(name):
     steps = len(expected["losses"])
     drafter = dataclasses.replace(loaded.drafter, unroll=steps, likely_inside=False)
     trace = golden_trace(expected)
-    outputs = drafter.unrolled(loaded.params, target.params, trace, steps)
-    head = drafter.network(loaded.params, target.params).head
-    for step, output in enumerate(outputs):
+    logits = unrolled(drafter, loaded.params, target.params, trace, steps)
+    for step in range(steps):
         valid = len(trace.tokens) - 1 - step  # behind them it has read padding
-        difference = head(output)[:valid] - expected["logits"][step, :valid]
+        difference = logits[step, :valid] - expected["logits"][step, :valid]
         assert np.abs(difference).max() <= 1e-4
-    terms = drafter.objective(loaded.params, target.params, trace, jax.random.key(0), KL)
+    terms = terms_of(drafter, loaded.params, target.params, trace)
     total = 0
     for step, wanted in enumerate(expected["losses"]):
         value, weight = terms[f"forward_kl_{step + 1}"]
@@ -93,7 +109,7 @@ def test_unrolled_logits_and_losses_are_those_of_speculators(name):
 def test_only_tokens_whose_likeliest_can_be_drafted_teach():
     loaded, target, expected = golden("eagle3")
     trace = golden_trace(expected)
-    terms = loaded.drafter.objective(loaded.params, target.params, trace, jax.random.key(0), KL)
+    terms = terms_of(loaded.drafter, loaded.params, target.params, trace)
     ids = loaded.drafter.vocabulary.array
     logits = (expected["target_hidden"] @ expected["target_head"].T)[1:]
     inside = np.isin(logits.argmax(-1), ids)
@@ -145,7 +161,7 @@ def drafter(tiny, texts) -> LoadedDrafter:
     """Trained on half of the texts, and not for long: right now and then."""
     counts = np.bincount(np.concatenate(texts), minlength=61)
     loaded = eagle3.from_config(
-        tiny, 0, counts, taps=(0, 1, 2), draft_vocab_size=48, unroll=4, num_draft_tokens=3
+        tiny, 0, counts, taps=(0, 1, 2), draft_vocab_size=48, unroll=2, num_draft_tokens=3
     )
     traces = trace_of(tiny, loaded.drafter, PROMPTS[::2], texts[::2])
     optimizer = optax.adam(3e-3)
@@ -153,8 +169,8 @@ def drafter(tiny, texts) -> LoadedDrafter:
     @jax.jit
     def step(params, state):
         def loss(params):
-            one = functools.partial(loaded.drafter.objective, key=None, losses=KL)
-            terms = jax.vmap(lambda trace: one(params, tiny.params, trace))(traces)
+            one = functools.partial(terms_of, loaded.drafter, params, tiny.params)
+            terms = jax.vmap(one)(traces)
             return sum(
                 factor * terms[name][0].sum() / terms[name][1].sum()
                 for name, factor in loaded.drafter.terms_of("forward_kl").items()
@@ -233,7 +249,7 @@ def observed(target, loaded, trace, count, chunk=32):
         size = min(chunk, len(trace.tokens) - start)
         taken = jnp.int32(min(size, count - start))
         committed = Committed(*rows, jnp.int32(start), taken, jnp.arange(size))
-        state = drafter.prefill(loaded.params, target.params, state, committed)
+        state = observe(drafter, loaded.params, target.params, state, committed)
     return state
 
 
@@ -241,7 +257,6 @@ def test_unrolled_logits_are_the_decoding_loops(tiny, drafter, texts, monkeypatc
     """Step s of the unroll = depth s of a draft that is made to follow the text; ragged lengths."""
     depth = 7
     loaded = with_tree(drafter, Tree.chain(depth))
-    head = loaded.drafter.network(loaded.params, tiny.params).head
     traces = trace_of(tiny, loaded.drafter, PROMPTS, texts)
     for row, length in ((0, 12), (2, 35), (2, 40), (3, 20)):
         trace = row_of(traces, row)
@@ -254,9 +269,8 @@ def test_unrolled_logits_are_the_decoding_loops(tiny, drafter, texts, monkeypatc
         state = observed(tiny, loaded, trace, length - 1)
         context = Context(trace.tokens, jnp.int32(length), None)
         draft, _ = loaded.drafter.propose(loaded.params, tiny.params, state, context, None)
-        outputs = loaded.drafter.unrolled(loaded.params, tiny.params, trace, depth)
-        for step, output in enumerate(outputs):
-            assert np.abs(head(output[length - 2]) - draft.log_q[step]).max() <= 1e-4
+        logits = unrolled(loaded.drafter, loaded.params, tiny.params, trace, depth)
+        assert np.abs(logits[:, length - 2] - draft.log_q).max() <= 1e-4
         assert draft.num_valid == depth
 
 
@@ -268,9 +282,10 @@ def test_a_token_changes_nothing_before_it(tiny, drafter, texts):
         tokens=trace.tokens.at[at].set((trace.tokens[at] + 1) % 61),
         features=trace.features.at[at:].add(1.0),
     )
-    run = functools.partial(drafter.drafter.unrolled, drafter.params, tiny.params, steps=4)
-    for step, (one, other) in enumerate(zip(run(trace), run(changed), strict=True)):
-        same = np.abs(one - other).max(-1) == 0
+    one, other = (
+        unrolled(drafter.drafter, drafter.params, tiny.params, x, 4) for x in (trace, changed)
+    )
+    for step, same in enumerate(np.abs(one - other).max(-1) == 0):
         assert same[: at - 1 - step].all() and not same[at - 1 - step]
 
 
@@ -284,10 +299,8 @@ def test_texts_of_a_row_do_not_see_each_other(tiny, drafter, texts):
         one,
         dataclasses.replace(two, segments=2 * two.segments),
     )
-    run = functools.partial(
-        drafter.drafter.objective, drafter.params, tiny.params, key=None, losses=KL
-    )
-    parts, whole = [run(trace=x) for x in (one, two)], run(trace=joined)
+    run = functools.partial(terms_of, drafter.drafter, drafter.params, tiny.params)
+    parts, whole = [run(x) for x in (one, two)], run(joined)
     for name, (value, weight) in whole.items():
         assert float(weight) == sum(float(part[name][1]) for part in parts)
         np.testing.assert_allclose(value, sum(part[name][0] for part in parts), rtol=1e-4)
@@ -386,14 +399,13 @@ def test_a_dynamic_tree_is_eagle_2s(tiny, drafter, texts, tree):
     state = observed(tiny, loaded, trace, length - 1)
     context = Context(trace.tokens, jnp.int32(length), None)
     draft, _ = loaded.drafter.propose(loaded.params, tiny.params, state, context, None)
-    head = loaded.drafter.network(loaded.params, tiny.params).head
 
     @functools.cache
     def log_q(path):
         text = trace.tokens.at[length : length + len(path)].set(jnp.asarray(path, jnp.int32))
         changed = dataclasses.replace(trace, tokens=text)
-        outputs = loaded.drafter.unrolled(loaded.params, tiny.params, changed, len(path) + 1)
-        logits = head(outputs[-1][length - 2])
+        steps = unrolled(loaded.drafter, loaded.params, tiny.params, changed, tree.depth)
+        logits = steps[len(path), length - 2]
         return np.asarray(loaded.drafter.vocabulary.spread(jax.nn.log_softmax(logits)))
 
     paths = [()]
