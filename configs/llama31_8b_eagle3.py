@@ -19,19 +19,20 @@ def get_config(mode: str = "") -> ConfigDict:
     config = common.get_config()
     config.target = "meta-llama/Llama-3.1-8B-Instruct"
     config.drafter = {
-        "name": "eagle3", "draft_vocab_size": 32000, "unroll": 7, "num_draft_tokens": 7,
+        "name": "eagle3", "draft_vocab_size": 32000, "ttt_steps": 7, "num_draft_tokens": 7,
     }  # fmt: skip
-    config.data.sequence_length = 2048
     config.data.batch_size = 16
     config.mesh.fsdp = 8
-    config.mesh.data = -1
     config.total_steps = 800_000
     config.optimizer.learning_rate = 5e-5
     config.optimizer.warmup_steps = 12_000
+    config.optimizer.schedule = "wsd"  # down to 0 in a line
+    config.optimizer.decay_steps = config.total_steps - config.optimizer.warmup_steps
     config.optimizer.clip = 0.5
     config.alpha_every = config.save_every = 2000
     if mode == "runlocal":
         config.target = "smollm2"
         config.drafter.draft_vocab_size = 4000
         config.mesh.fsdp = 1
+        config.optimizer.schedule = "cosine"
     return common.for_mode(config, mode)

@@ -20,14 +20,13 @@ def get_config(mode: str = "") -> ConfigDict:
     config.target = "Qwen/Qwen3-8B"
     config.drafter = {
         "name": "eagle3", "taps": (1, 9, 17, 25, 33), "own_head": False, "qk_norm": True,
-        "unroll": 7, "num_draft_tokens": 7,
+        "ttt_steps": 7, "num_draft_tokens": 7,
     }  # fmt: skip
     config.data.template_options = {"enable_thinking": False}
     config.data.sequence_length = 4096
     config.data.batch_size = 512
     config.accumulate = 8
     config.mesh.fsdp = 8
-    config.mesh.data = -1
     config.total_steps = 25_000
     config.optimizer.learning_rate = 6e-4
     config.optimizer.warmup_steps = 1000

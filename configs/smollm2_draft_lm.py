@@ -15,16 +15,6 @@ from configs import common
 def get_config(mode: str = "") -> ConfigDict:
     """The config; `mode` is empty or `runlocal`."""
     config = common.get_config()
-    config.target = "smollm2"
+    common.for_smollm2_on_a_cpu(config)
     config.drafter = {"name": "draft_lm", "num_layers": 4, "num_draft_tokens": 4}
-    config.data.sequence_length = 512
-    # A row at a time, and nothing computed twice: a CPU's.
-    config.data.batch_size = 4
-    config.accumulate = 4
-    config.remat = False
-    config.data.held_out_rows = 8
-    config.total_steps = 230
-    config.optimizer.learning_rate = 1e-3
-    config.optimizer.warmup_steps = 20
-    config.alpha_every = config.save_every = 50
     return common.for_mode(config, mode)

@@ -23,6 +23,7 @@ from absl import app, flags, logging
 import specjax
 from specjax.checkpoints import download
 from specjax.decoding.decode import cache_size, encode_prompts
+from specjax.drafters import REGISTRY
 from specjax.models.target import Target
 from specjax.trees import DynamicTree, Tree
 from specjax.types import Drafter, LoadedDrafter, Progress
@@ -34,8 +35,8 @@ _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error."
 
 
 DRAFTER_SPECS = (
-    "none, ngram[:SHORTEST_MATCH], early_exit[:LAYERS], draft_lm:MODEL, eagle3:FOLDER, or the folder "
-    "of a drafter trained here"
+    ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
+    + ", or the folder of a drafter trained here"
 )
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 

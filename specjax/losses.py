@@ -161,8 +161,7 @@ def acceptance(
       log_mass: `[…]`, log of the target's probability of them all.
     """
     log_p = _log_softmax(target_logits) + jnp.expand_dims(log_mass, -1)
-    overlap = jnp.minimum(jnp.exp(log_p), jnp.exp(_log_softmax(draft_logits))).sum(-1)
-    return jax.lax.stop_gradient(overlap)
+    return jax.lax.stop_gradient(_overlap(log_p, _log_softmax(draft_logits))[0])
 
 
 def token_losses(
@@ -197,18 +196,19 @@ def weighted_sums(
     (but not under `vmap`, which knows no condition).
 
     Args:
-      one: slices of `arrays` → {name: value of each token}.
-      weights: `[T]`.
+      one: slices of `arrays` → {name: value of each token, and of each column of the weights}.
+      weights: `[T]`, or `[T, K]` where a token has K losses.
       arrays: `[T, …]` each.
       chunk: tokens at a time.
       remat: False keeps all logits for the backward pass instead: faster, where there is room.
 
     Returns:
-      {name: (Σ weight · value, Σ weight)}.
+      {name: (Σ weight · value, Σ weight)}, `[]` or `[K]` each.
     """
     length = weights.shape[0]
     size = min(chunk, length)
-    counted_first = jnp.argsort(weights <= 0, stable=True)
+    counts = (weights > 0).reshape(length, -1).any(-1)
+    counted_first = jnp.argsort(~counts, stable=True)
 
     def fold(x: jax.Array) -> jax.Array:
         padding = [(0, -length % size)] + [(0, 0)] * (x.ndim - 1)
@@ -216,8 +216,12 @@ def weighted_sums(
 
     def sums(weights: jax.Array, *slices: jax.Array) -> dict[str, jax.Array]:
         # What does not count may be anything, and must not reach the gradient: NaN · 0 is NaN.
-        slices = (jnp.where(jnp.expand_dims(weights > 0, range(1, x.ndim)), x, 0) for x in slices)
-        return {name: (weights * value).sum() for name, value in one(*slices).items()}
+        counts = (weights > 0).reshape(size, -1).any(-1)
+        slices = (jnp.where(jnp.expand_dims(counts, range(1, x.ndim)), x, 0) for x in slices)
+        return {
+            name: jnp.where(weights > 0, weights * value, 0).sum(0)
+            for name, value in one(*slices).items()
+        }
 
     def nothing(*xs: jax.Array) -> dict[str, jax.Array]:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, *xs))
@@ -228,4 +232,4 @@ def weighted_sums(
     folded = jax.lax.map(
         jax.checkpoint(step) if remat else step, tuple(map(fold, (weights, *arrays)))
     )
-    return {name: (value.sum(), weights.sum()) for name, value in folded.items()}
+    return {name: (value.sum(0), weights.sum(0)) for name, value in folded.items()}

@@ -50,6 +50,11 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.where(largest, jnp.arange(vocab, dtype=jnp.int32), vocab).min(-1)
 
 
+def likeliest(head: Callable[[jax.Array], jax.Array], hidden: jax.Array) -> jax.Array:
+    """`argmax` of a head's logits after each of many tokens, `[T, D]` → `[T]`, 128 at a time."""
+    return jax.lax.map(lambda x: argmax(head(x[None])[0]), hidden, batch_size=128)
+
+
 def _largest_threshold(values: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The largest t for which the tokens with value ≥ t are enough; the mask of those tokens.
 

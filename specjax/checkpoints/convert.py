@@ -7,7 +7,9 @@ the grouped axes shard without moving data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import functools
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +27,8 @@ class Tensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-class Recipe(NamedTuple):
-    """How one parameter is made: the tensors it needs, and how they become its array.
+class TensorRecipe(NamedTuple):
+    """How one parameter is stored: in which tensors, how they become its array, and the inverse.
 
     `wide` parameters are float32 in a model of any type.
     """
@@ -34,29 +36,31 @@ class Recipe(NamedTuple):
     path: tuple[Any, ...]
     sources: dict[str, tuple[int, ...]]
     combine: Callable[..., np.ndarray]
+    split: Callable[[np.ndarray], Sequence[np.ndarray]]
     wide: bool = False
 
 
-def norm_recipe(path: tuple[Any, ...], name: str, size: int, offset: float = 0.0) -> Recipe:
+def norm_recipe(path: tuple[Any, ...], name: str, size: int, offset: float = 0.0) -> TensorRecipe:
     """A norm's scale from the weight of that name; `offset` is added to what is stored."""
+    add = np.float32(offset)
+    return TensorRecipe(
+        (*path, "scale"), {f"{name}.weight": (size,)},
+        lambda x: x.astype(np.float32) + add, lambda scale: [scale - add], wide=True,
+    )  # fmt: skip
 
-    def shifted(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32) + np.float32(offset)
 
-    return Recipe((*path, "scale"), {f"{name}.weight": (size,)}, shifted, wide=True)
-
-
-def table_recipe(path: tuple[Any, ...], name: str, shape: tuple[int, int]) -> Recipe:
+def table_recipe(path: tuple[Any, ...], name: str, shape: tuple[int, int]) -> TensorRecipe:
     """An embedding or a head, as it is stored."""
-    return Recipe(path, {f"{name}.weight": shape}, _same)
+    return TensorRecipe(path, {f"{name}.weight": shape}, lambda x: x, lambda x: [x])
 
 
-def linear_recipe(path: tuple[Any, ...], name: str, inputs: int, outputs: int) -> Recipe:
+def linear_recipe(path: tuple[Any, ...], name: str, inputs: int, outputs: int) -> TensorRecipe:
     """A projection, stored `[out, in]`."""
-    return Recipe(path, {f"{name}.weight": (outputs, inputs)}, np.transpose)
+    return TensorRecipe(path, {f"{name}.weight": (outputs, inputs)}, np.transpose, lambda x: [x.T])
 
 
-def _recipes(config: ModelConfig, norm_offset: float) -> Iterator[Recipe]:
+def model_recipes(config: ModelConfig, norm_offset: float) -> Iterator[TensorRecipe]:
+    """All parameters of a `models.transformer.Transformer`."""
     depth = config.hidden_size
     table = (config.vocab_size, depth)
     yield table_recipe(("embedding",), "model.embed_tokens", table)
@@ -74,13 +78,13 @@ def block_recipes(
     norm_offset: float = 0.0,
     *,
     qkv_inputs: int = 1,
-) -> Iterator[Recipe]:
-    """The parameters of a `models.transformer.Block` at a path, from the tensors under a name."""
+) -> Iterator[TensorRecipe]:
+    """The parameters of a `models.transformer.Block` at a path, in the tensors under a name."""
     depth, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     groups, per_group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     attention = f"{name}.self_attn"
 
-    def norm(parameter: str, tensor: str, size: int = depth) -> Recipe:
+    def norm(parameter: str, tensor: str, size: int = depth) -> TensorRecipe:
         return norm_recipe((*path, parameter), tensor, size, norm_offset)
 
     def fuse_qkv(*projections: np.ndarray) -> np.ndarray:
@@ -88,41 +92,46 @@ def block_recipes(
         fused = np.concatenate(parts, axis=1)
         return np.moveaxis(fused, 3, 0) if fused.ndim == 4 else fused  # weight, bias
 
-    def output(x: np.ndarray) -> np.ndarray:
-        return x.T.reshape(groups, per_group, head, depth)
-
-    def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        return np.stack([gate.T, up.T], axis=1)
+    def split_qkv(fused: np.ndarray) -> list[np.ndarray]:
+        fused = np.moveaxis(fused, 0, 3) if fused.ndim == 4 else fused
+        parts = fused[:, :-2], fused[:, -2], fused[:, -1]
+        return [x.reshape(-1, *fused.shape[3:]) for x in parts]
 
     sizes = {"q": config.num_heads * head, "k": groups * head, "v": groups * head}
     yield norm("attention_norm", f"{name}.input_layernorm")
     inputs = qkv_inputs * depth
     qkv = {f"{attention}.{p}_proj.weight": (size, inputs) for p, size in sizes.items()}
-    yield Recipe((*path, "qkv"), qkv, fuse_qkv)
+    yield TensorRecipe((*path, "qkv"), qkv, fuse_qkv, split_qkv)
     if config.qkv_bias:
         bias = {f"{attention}.{p}_proj.bias": (size,) for p, size in sizes.items()}
-        yield Recipe((*path, "qkv_bias"), bias, fuse_qkv)
+        yield TensorRecipe((*path, "qkv_bias"), bias, fuse_qkv, split_qkv)
     if config.qk_norm:
         yield norm("query_norm", f"{attention}.q_norm", head)
         yield norm("key_norm", f"{attention}.k_norm", head)
-    out = {f"{attention}.o_proj.weight": (depth, config.num_heads * head)}
-    yield Recipe((*path, "attention_out"), out, output)
+    yield TensorRecipe(
+        (*path, "attention_out"),
+        {f"{attention}.o_proj.weight": (depth, config.num_heads * head)},
+        lambda x: x.T.reshape(groups, per_group, head, depth),
+        lambda x: [x.reshape(-1, depth).T],
+    )
     if config.post_norms:
         yield norm("attention_post_norm", f"{name}.post_attention_layernorm")
         yield norm("mlp_norm", f"{name}.pre_feedforward_layernorm")
         yield norm("mlp_post_norm", f"{name}.post_feedforward_layernorm")
     else:
         yield norm("mlp_norm", f"{name}.post_attention_layernorm")
-    gate_up = {f"{name}.mlp.{p}_proj.weight": (width, depth) for p in ("gate", "up")}
-    yield Recipe((*path, "gate_up"), gate_up, fuse_gate_up)
+    yield TensorRecipe(
+        (*path, "gate_up"),
+        {f"{name}.mlp.{p}_proj.weight": (width, depth) for p in ("gate", "up")},
+        lambda gate, up: np.stack([gate.T, up.T], axis=1),
+        lambda x: [x[:, 0].T, x[:, 1].T],
+    )
     yield linear_recipe((*path, "down"), f"{name}.mlp.down_proj", width, depth)
 
 
-def _same(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _check(recipes: list[Recipe], tensors: Mapping[str, Tensor], redundant: Container[str]) -> None:
+def _check(
+    recipes: list[TensorRecipe], tensors: Mapping[str, Tensor], redundant: Container[str]
+) -> None:
     """Raises ValueError that names the missing, unexpected and misshaped tensors."""
     expected = {name: shape for recipe in recipes for name, shape in recipe.sources.items()}
     extra = [
@@ -172,11 +181,13 @@ def convert(
     """
     # A tied file may store its head twice.
     redundant = {"lm_head.weight"} if config.tie_embeddings else ()
-    return assemble(_recipes(config, norm_offset), tensors, dtype, progress, redundant=redundant)
+    return assemble(
+        model_recipes(config, norm_offset), tensors, dtype, progress, redundant=redundant
+    )
 
 
 def assemble(
-    recipes: Iterable[Recipe],
+    recipes: Iterable[TensorRecipe],
     tensors: Mapping[str, Tensor],
     dtype: jax.typing.DTypeLike,
     progress: Progress | None = None,
@@ -199,6 +210,16 @@ def assemble(
     if progress:
         progress("loading weights", len(recipes), len(recipes))
     return nest(flat)
+
+
+def disassemble(recipes: Iterable[TensorRecipe], params: Any) -> dict[str, np.ndarray]:
+    """The inverse of `assemble`: tensors by name, as they are stored."""
+    tensors = {}
+    for recipe in recipes:
+        leaf = functools.reduce(operator.getitem, recipe.path, params)
+        for name, part in zip(recipe.sources, recipe.split(np.asarray(leaf)), strict=True):
+            tensors[name] = np.ascontiguousarray(part)
+    return tensors
 
 
 def nest(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import huggingface
+from specjax.checkpoints import convert, huggingface
 from specjax.models.config import ModelConfig, llama3_rope_factors
 from specjax.models.target import Target
-from specjax.types import PyTree
 
 
 def export_folder(target: Target, folder: str | pathlib.Path) -> None:
@@ -33,7 +32,9 @@ def export_folder(target: Target, folder: str | pathlib.Path) -> None:
     if stops:
         config["eos_token_id"] = stops[0] if len(stops) == 1 else stops
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    tensors = tensors_to_hf(target.config, target.params)
+    offset = 1.0 if target.config.post_norms else 0.0  # Gemma stores w of 1 + w
+    recipes = convert.model_recipes(target.config, offset)
+    tensors = convert.disassemble(recipes, target.params)
     save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
@@ -95,58 +96,3 @@ def llama3_rope(config: ModelConfig) -> dict[str, float]:
     raise ValueError(
         "RoPE factors that differ by frequency, and not as Llama 3's, have no config.json"
     )
-
-
-def tensors_to_hf(config: ModelConfig, params: PyTree) -> dict[str, np.ndarray]:
-    """The inverse of `checkpoints.convert.convert`."""
-    offset = 1.0 if config.post_norms else 0.0  # Gemma stores w of 1 + w
-    tensors = {"model.embed_tokens.weight": np.asarray(params["embedding"])}
-    for i in range(config.num_layers):
-        tensors |= block_to_hf(config, params["blocks"][i], f"model.layers.{i}", offset)
-    tensors["model.norm.weight"] = norm_to_hf(params["final_norm"], offset)
-    if not config.tie_embeddings:
-        tensors["lm_head.weight"] = np.asarray(params["head_weight"])
-    return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-
-
-def norm_to_hf(norm: PyTree, offset: float = 0.0) -> np.ndarray:
-    """The weight of a norm, as it is stored."""
-    return np.asarray(norm["scale"]) - np.float32(offset)
-
-
-def block_to_hf(
-    config: ModelConfig, block: PyTree, name: str, offset: float = 0.0
-) -> dict[str, np.ndarray]:
-    """The inverse of `checkpoints.convert.block_recipes`."""
-    attention, tensors = f"{name}.self_attn", {}
-
-    def norm(tensor: str, parameter: str) -> None:
-        tensors[f"{tensor}.weight"] = norm_to_hf(block[parameter], offset)
-
-    fused = np.moveaxis(np.asarray(block["qkv"]), 0, -1)  # [G, H/G + 2, head_dim, inputs]
-    for key, part in _split_qkv(fused).items():
-        tensors[f"{attention}.{key}_proj.weight"] = part.reshape(-1, part.shape[-1])
-    if config.qkv_bias:
-        for key, part in _split_qkv(np.asarray(block["qkv_bias"])).items():
-            tensors[f"{attention}.{key}_proj.bias"] = part.reshape(-1)
-    if config.qk_norm:
-        norm(f"{attention}.q_norm", "query_norm")
-        norm(f"{attention}.k_norm", "key_norm")
-    out = np.asarray(block["attention_out"])
-    tensors[f"{attention}.o_proj.weight"] = out.reshape(-1, out.shape[-1]).T
-    norm(f"{name}.input_layernorm", "attention_norm")
-    if config.post_norms:
-        norm(f"{name}.post_attention_layernorm", "attention_post_norm")
-        norm(f"{name}.pre_feedforward_layernorm", "mlp_norm")
-        norm(f"{name}.post_feedforward_layernorm", "mlp_post_norm")
-    else:
-        norm(f"{name}.post_attention_layernorm", "mlp_norm")
-    for slot, key in enumerate(("gate", "up")):
-        tensors[f"{name}.mlp.{key}_proj.weight"] = np.asarray(block["gate_up"])[:, slot].T
-    tensors[f"{name}.mlp.down_proj.weight"] = np.asarray(block["down"]).T
-    return tensors
-
-
-def _split_qkv(fused: np.ndarray) -> dict[str, np.ndarray]:
-    """`[G, H/G + 2, …]` → its queries, keys and values."""
-    return {"q": fused[:, :-2], "k": fused[:, -2], "v": fused[:, -1]}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.decoding.rows import Row
-from specjax.models.cache import KVCache, write_rows
+from specjax.models.cache import KVCache, write_if_finite
 from specjax.models.transformer import causal_mask
 from specjax.types import Committed, Drafter, PyTree, StopReason
 
@@ -72,12 +72,9 @@ def prefill_chunk(
         tokens = row.tokens.at[positions].get(mode="clip")
         out = model(tokens, positions, cache, start, causal_mask(size), taps)
         count = jnp.clip(row.length - 1 - start, 0, size)
-        valid = jnp.arange(size) < count
-        finite = jnp.isfinite(out.hidden).all(-1) | ~valid
-        # The count depends on the output, so that XLA writes the cache after it was read.
-        count = jnp.where(finite.all(), count, 0)
-        status = jnp.where(finite.all(), row.status, StopReason.NAN).astype(jnp.int32)
-        cache = write_rows(cache, out.rows, start, count)
+        cache, finite = write_if_finite(cache, out.rows, out.hidden, start, count)
+        count = jnp.where(finite, count, 0)
+        status = jnp.where(finite, row.status, StopReason.NAN).astype(jnp.int32)
         if drafter:
             next_tokens = row.tokens.at[positions + 1].get(mode="clip")
             nodes = jnp.arange(size)

@@ -195,8 +195,13 @@ def open_cache(
         raise FileNotFoundError(f"{folder} holds no complete cache of features")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     kept = manifest.get("taps", [])
-    more = [] if set(taps) <= set(kept) else list(taps)  # then they are what differs
-    for name, wanted in _identity(target, more or kept, identity).items():
+    missing = [tap for tap in taps if tap not in kept]
+    if missing:
+        raise ValueError(
+            f"{folder}: the cached features are of taps {kept}, {missing} are missing; delete the "
+            "folder or name another"
+        )
+    for name, wanted in _identity(target, kept, identity).items():
         if manifest.get(name) != wanted:
             raise ValueError(
                 f"{folder}: the cached features are of {name} {manifest.get(name)!r}, wanted is "

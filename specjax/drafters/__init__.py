@@ -1,5 +1,7 @@
 """Drafters: everything about one is in its own file or folder, and in one line here."""
 
+import dataclasses
+import inspect
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 
 from specjax.checkpoints.load import load_target
 from specjax.drafters import draft_lm as draft_lms
-from specjax.drafters import eagle3, identity
+from specjax.drafters import eagle3, manifest
 from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import NGram
@@ -46,12 +48,33 @@ def _eagle3(argument: str, target: Target, tree: Tree | DynamicTree) -> LoadedDr
     return eagle3.load(pathlib.Path(argument), target, tree)
 
 
-# name → its builder from (what follows "name:", the target, what to draft), and its usual K.
-REGISTRY: dict[str, tuple[Callable[..., Drafter | LoadedDrafter], int]] = {
-    "ngram": (_ngram, 8),
-    "early_exit": (_early_exit, 4),
-    "draft_lm": (_draft_lm, 4),
-    "eagle3": (_eagle3, 4),
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A drafter of the registry.
+
+    Attributes:
+      build: (what follows "name:", the target, what to draft) → drafter.
+      usual: K where none is given.
+      argument: how `--help` writes what follows the name.
+      from_config: builds one to train from the target, a seed, how often the target says each token,
+        and the options of its part of a config; None for what needs no training.
+      export: (drafter, target, folder) writes a trained one.
+      dynamic: it drafts dynamic trees, too.
+    """
+
+    build: Callable[..., Drafter | LoadedDrafter]
+    usual: int
+    argument: str
+    from_config: Callable[..., LoadedDrafter] | None = None
+    export: Callable[..., None] | None = None
+    dynamic: bool = False
+
+
+REGISTRY = {
+    "ngram": Entry(_ngram, 8, "[:SHORTEST_MATCH]"),
+    "early_exit": Entry(_early_exit, 4, "[:LAYERS]"),
+    "draft_lm": Entry(_draft_lm, 4, ":MODEL", draft_lms.from_config, draft_lms.export),
+    "eagle3": Entry(_eagle3, 4, ":FOLDER", eagle3.from_config, eagle3.export, dynamic=True),
 }
 
 
@@ -75,27 +98,19 @@ def load_drafter(
       ValueError: there is no such drafter (the message lists those there are), or it does not fit.
     """
     name, _, argument = spec.partition(":")
-    trained = identity.name_of(pathlib.Path(spec))
+    trained = manifest.name_of(pathlib.Path(spec))
     if trained:
         name, argument = trained, spec
     if name == "none":
         return None
     if name not in REGISTRY:
         raise ValueError(f"unknown drafter {spec!r}; known: none, {', '.join(REGISTRY)}")
-    build, usual = REGISTRY[name]
+    entry = REGISTRY[name]
     if tree is None:
-        tree = Tree.chain(usual if num_draft_tokens is None else num_draft_tokens)
-    if isinstance(tree, DynamicTree) and name != "eagle3":
-        raise ValueError(f"{name} drafts no dynamic tree, eagle3 does")
-    return build(argument, target, tree)
-
-
-# name → how it is built for training from the target, a seed, how often the target says each token, and
-# its part of a config; and its export.
-TRAINABLE: dict[str, tuple[Callable[..., LoadedDrafter], Callable[..., None]]] = {
-    "draft_lm": (draft_lms.from_config, draft_lms.export),
-    "eagle3": (eagle3.from_config, eagle3.export),
-}
+        tree = Tree.chain(entry.usual if num_draft_tokens is None else num_draft_tokens)
+    if isinstance(tree, DynamicTree) and not entry.dynamic:
+        raise ValueError(f"{name} drafts no dynamic tree")
+    return entry.build(argument, target, tree)
 
 
 def from_config(
@@ -113,17 +128,30 @@ def from_config(
       ValueError: there is no such drafter, or one of its keys is wrong.
     """
     options = dict(config)
-    name = options.pop("name", None)
-    if name not in TRAINABLE:
-        raise ValueError(f"config.drafter.name {name!r} is unknown; known: {', '.join(TRAINABLE)}")
+    entry = _trainable(options.pop("name", None))
+    check_options(config)
+    return entry.from_config(target, seed, token_counts, **options)
+
+
+def check_options(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where a config names no drafter, or an option that the drafter has not."""
+    options = dict(config)
+    build = _trainable(options.pop("name", None)).from_config
     try:
-        return TRAINABLE[name][0](target, seed, token_counts, **options)
+        inspect.signature(build).bind(None, 0, None, **options)
     except TypeError as error:
         raise ValueError(f"config.drafter: {error}") from None
+
+
+def _trainable(name: str | None) -> Entry:
+    if name not in REGISTRY or not REGISTRY[name].from_config:
+        known = ", ".join(key for key, entry in REGISTRY.items() if entry.from_config)
+        raise ValueError(f"config.drafter.name {name!r} is unknown; known: {known}")
+    return REGISTRY[name]
 
 
 def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes a trained drafter as a folder that `load_drafter` and other engines read."""
     name = loaded.name.partition(":")[0]
-    TRAINABLE[name][1](loaded, target, folder)
-    identity.write(folder, name, target)
+    _trainable(name).export(loaded, target, folder)
+    manifest.write(folder, name, target)

@@ -67,10 +67,10 @@ def scratch_size(tree: Tree, first: int) -> int:
     return int(slots_of(tree, first).max())
 
 
-def chain_mask(slots: jax.Array, hidden_slots: jax.Array) -> jax.Array:
+def chain_mask(slots: jax.Array, masked_slots: jax.Array) -> jax.Array:
     """`[T, slots]`: tokens of a chain in these slots see those before and themselves."""
-    every = jnp.arange(hidden_slots.shape[0])
-    return ((every <= slots[:, None]) & ~hidden_slots) | (every == slots[:, None])
+    every = jnp.arange(masked_slots.shape[0])
+    return ((every <= slots[:, None]) & ~masked_slots) | (every == slots[:, None])
 
 
 def draft(
@@ -83,7 +83,7 @@ def draft(
     noise: Noise | None,
     *,
     first: int,
-    hidden_slots: jax.Array,
+    masked_slots: jax.Array,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Draft, Any]:
     """Drafts a chain or a tree, each token from the logits after its parent.
@@ -97,17 +97,17 @@ def draft(
       logits: `[V]` after the anchor.
       scratch: with the rows of the first pass; room for `scratch_size` slots.
       forward: the network.
-      position: `[]` int32, of the anchor's row.
+      position: `[]` int32, of the row that the logits were made at: the anchor's in a language model.
       tree: what is drafted.
       sampling: of this row.
       noise: None for the likeliest tokens.
       first: slots that the first pass took, the anchor's the last.
-      hidden_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
+      masked_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
       vocabulary: whose tokens the logits are of; the target's by default.
     """
     draft_levels = _draft_chain if tree == Tree.chain(tree.num_nodes) else _draft_tree
     choose = functools.partial(_children, sampling, noise, vocabulary)
-    return draft_levels(logits, scratch, forward, position, first, hidden_slots, tree, choose)
+    return draft_levels(logits, scratch, forward, position, first, masked_slots, tree, choose)
 
 
 def _children(
@@ -148,13 +148,13 @@ def _largest(scores: jax.Array, count: int) -> jax.Array:
     return argmax(scores)[None] if count == 1 else jax.lax.top_k(scores, count)[1]
 
 
-def _draft_chain(logits, scratch, forward, position, first, hidden_slots, tree, choose):
+def _draft_chain(logits, scratch, forward, position, first, masked_slots, tree, choose):
     """One token a level, in a scan."""
 
     def step(carry, node):
         token, scratch = carry
         own = (first - 1 + node)[None]
-        mask = chain_mask(own, hidden_slots)
+        mask = chain_mask(own, masked_slots)
         logits, scratch = forward(token, (position + node)[None], scratch, mask, own - 1)
         chosen = choose(logits[0], node, node, 1)
         return (chosen[0], scratch), chosen
@@ -165,17 +165,17 @@ def _draft_chain(logits, scratch, forward, position, first, hidden_slots, tree, 
     return Draft(drafted, log_q, _leading(finite)), scratch
 
 
-def _draft_tree(logits, scratch, forward, position, first, hidden_slots, tree, choose):
+def _draft_tree(logits, scratch, forward, position, first, masked_slots, tree, choose):
     """All nodes of a level that have children in one pass."""
     slots = slots_of(tree, first)
-    size = hidden_slots.shape[0]
+    size = masked_slots.shape[0]
     sees = np.tril(np.ones((size, size), bool))
     sees[first:, first:] = False
     for node, parent in enumerate(tree.parents, start=1):
         if tree.children[node]:
             sees[slots[node]] |= sees[slots[parent]]
             sees[slots[node], slots[node]] = True
-    sees = (jnp.asarray(sees) & ~hidden_slots) | jnp.eye(size, dtype=bool)
+    sees = (jnp.asarray(sees) & ~masked_slots) | jnp.eye(size, dtype=bool)
 
     drafted, log_qs, finite = [], [], []
     for depth in range(tree.depth):

@@ -15,7 +15,7 @@ from specjax.checkpoints.export import export_folder
 from specjax.checkpoints.load import load_target
 from specjax.drafters import autoregressive
 from specjax.losses import Losses, token_losses, weighted_sums
-from specjax.models.cache import KVCache, write_rows
+from specjax.models.cache import KVCache, write_if_finite, write_rows
 from specjax.models.config import ModelConfig
 from specjax.models.sharding import EMBEDDINGS
 from specjax.models.target import Target, random_target
@@ -27,7 +27,7 @@ from specjax.models.transformer import (
     read_text,
 )
 from specjax.noise import Noise
-from specjax.sampling import argmax
+from specjax.sampling import likeliest
 from specjax.trees import Tree
 from specjax.types import Committed, Context, Draft, LoadedDrafter, PyTree, Terms, Trace
 
@@ -95,11 +95,8 @@ class DraftLM(autoregressive.TreeDrafter):
         width = len(chunk.tokens)
         positions = chunk.start + jnp.arange(width)
         out = model(chunk.tokens, positions, state.cache, chunk.start, causal_mask(width))
-        # As in the target's prefill, the write must depend on what was read.
-        finite = jnp.isfinite(jnp.where(jnp.arange(width)[:, None] < chunk.count, out.hidden, 0))
-        count = jnp.where(finite.all(), chunk.count, 0)
-        cache = write_rows(state.cache, out.rows, chunk.start, count)
-        return dataclasses.replace(state, cache=cache, sound=state.sound & finite.all())
+        cache, finite = write_if_finite(state.cache, out.rows, out.hidden, chunk.start, chunk.count)
+        return dataclasses.replace(state, cache=cache, sound=state.sound & finite)
 
     def propose(
         self,
@@ -116,23 +113,23 @@ class DraftLM(autoregressive.TreeDrafter):
 
         def run(tokens, positions, scratch, mask):
             out = model(tokens, positions, state.cache, cache_len, mask, scratch=scratch)
-            return out.hidden, scratch.after(out, positions)
+            return out.hidden, scratch.after(out.rows, positions)
 
         def forward(tokens, positions, scratch, mask, parents):
             hidden, scratch = run(tokens, positions, scratch, mask)
             return model.head(hidden), scratch
 
         size = autoregressive.scratch_size(self.tree, 2)
-        hidden_slots = (jnp.arange(size) == 0) & (before < 0)
+        masked_slots = (jnp.arange(size) == 0) & (before < 0)
         hidden, scratch = run(
             context.tokens[jnp.stack([cache_len, context.length - 1])],
             before + jnp.arange(2),
             Scratch.empty(self.config, size, self.dtype),
-            autoregressive.chain_mask(jnp.arange(2), hidden_slots),
+            autoregressive.chain_mask(jnp.arange(2), masked_slots),
         )
         draft, scratch = autoregressive.draft(
             model.head(hidden[-1:])[0], scratch, forward, before + 1, self.tree,
-            context.sampling, noise, first=2, hidden_slots=hidden_slots,
+            context.sampling, noise, first=2, masked_slots=masked_slots,
         )  # fmt: skip
         draft = dataclasses.replace(draft, num_valid=jnp.where(state.sound, draft.num_valid, 0))
         return draft, dataclasses.replace(state, rows=scratch.rows)
@@ -185,8 +182,7 @@ class DraftLM(autoregressive.TreeDrafter):
         """Teacher-forced: in a right draft the drafting model has read the text itself."""
         model = self.model(params, target_params)
         hidden = read_text(model, trace.tokens, trace.positions, trace.segments).hidden
-        likeliest = jax.lax.map(lambda h: argmax(model.head(h[None])[0]), hidden, batch_size=128)
-        right = likeliest == jnp.roll(trace.tokens, -1)
+        right = likeliest(model.head, hidden) == jnp.roll(trace.tokens, -1)
         return jnp.stack([jnp.roll(right, -k) for k in range(self.num_draft_tokens)], axis=1)
 
 

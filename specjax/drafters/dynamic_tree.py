@@ -15,9 +15,9 @@ from specjax.trees import DynamicTree
 from specjax.types import Draft
 
 
-def scratch_size(tree: DynamicTree) -> int:
-    """Slots that drafting takes: the anchor's, and those of every level but the last."""
-    return 1 + (tree.depth - 1) * tree.top_k
+def scratch_size(tree: DynamicTree, first: int) -> int:
+    """Slots that drafting takes behind `first`: those of every level but the last."""
+    return first + (tree.depth - 1) * tree.top_k
 
 
 def draft(
@@ -29,7 +29,7 @@ def draft(
     sampling: Sampling | None,
     noise: Noise | None,
     *,
-    hidden_slots: jax.Array,
+    masked_slots: jax.Array,
     vocabulary: DraftVocabulary | None = None,
 ) -> Draft:
     """Expands the likeliest nodes of each level, then keeps the likeliest of all.
@@ -44,13 +44,13 @@ def draft(
       position: `[]` int32, of the anchor's row.
       tree: its sizes.
       sampling: of this row; counts only where the noise is coupled.
-      noise: where it is coupled, tokens are worth their log q under the noise that plain sampling
-        will use, so that the tree follows the text it will write. Any other noise changes nothing: the
-        tree is deterministic.
-      hidden_slots: `[slots]` bool, those that are seen by nobody else.
+      noise: where it is coupled, a token is worth the log softmax of log q + the noise that plain
+        sampling will use, so that the tree follows the text it will write (our own extension). Any
+        other noise changes nothing: the tree is deterministic.
+      masked_slots: `[slots]` bool, those that are seen by nobody else.
       vocabulary: whose tokens the logits are of; the target's by default.
     """
-    width, slots = tree.top_k, jnp.arange(hidden_slots.shape[0])
+    width, slots = tree.top_k, jnp.arange(masked_slots.shape[0])
 
     def expand(logits: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
         """Tokens and their log q, `[n, top_k]`, of logits `[n, V]`."""
@@ -66,7 +66,7 @@ def draft(
     finite = jnp.isfinite(logits.max())
     pool = [(tokens, worth, jnp.full(width, -1))]  # of every node its parent's place in the pool
     frontier, parent_slots = jnp.arange(width), jnp.zeros(width, jnp.int32)
-    sees = jnp.broadcast_to(slots == 0, (width, len(slots))) & ~hidden_slots
+    sees = jnp.broadcast_to(slots == 0, (width, len(slots))) & ~masked_slots
     for depth in range(1, tree.depth):
         own = 1 + (depth - 1) * width + jnp.arange(width)
         sees |= slots == own[:, None]

@@ -64,7 +64,7 @@ class EarlyExit(autoregressive.TreeDrafter, Stateless):
                 tokens, positions, context.target_cache, start, mask,
                 scratch=scratch, depth=self.exit_layer,
             )  # fmt: skip
-            return model.head(out.hidden), scratch.after(out, positions)
+            return model.head(out.hidden), scratch.after(out.rows, positions)
 
         shallow = dataclasses.replace(
             self.config,
@@ -72,18 +72,18 @@ class EarlyExit(autoregressive.TreeDrafter, Stateless):
             sliding_layers=self.config.sliding_layers[: self.exit_layer],
         )
         size = autoregressive.scratch_size(self.tree, 1)
-        hidden_slots = jnp.zeros(size, bool)
+        masked_slots = jnp.zeros(size, bool)
         own = jnp.zeros(1, jnp.int32)
         logits, scratch = forward(
             context.tokens[start][None],
             start[None],
             Scratch.empty(shallow, size, self.dtype),
-            autoregressive.chain_mask(own, hidden_slots),
+            autoregressive.chain_mask(own, masked_slots),
             own - 1,
         )
         draft, _ = autoregressive.draft(
             logits[0], scratch, forward, start, self.tree, context.sampling, noise,
-            first=1, hidden_slots=hidden_slots,
+            first=1, masked_slots=masked_slots,
         )  # fmt: skip
         return draft, state
 

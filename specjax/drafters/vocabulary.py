@@ -19,7 +19,7 @@ class DraftVocabulary:
       target_size: V of the target.
 
     Raises:
-      ValueError: an id is outside the target's vocabulary, or comes twice.
+      ValueError: an id is outside the target's vocabulary, or they do not ascend.
     """
 
     ids: tuple[int, ...]
@@ -32,9 +32,12 @@ class DraftVocabulary:
             raise ValueError(
                 f"draft vocabulary: token {outside[0]} is outside the target's {self.target_size}"
             )
-        if len(set(self.ids)) < len(self.ids):
-            values, counts = np.unique(ids, return_counts=True)
-            raise ValueError(f"draft vocabulary: token {values[counts > 1][0]} comes twice")
+        wrong = np.flatnonzero(np.diff(ids) <= 0)
+        if wrong.size:
+            at = wrong[0]
+            raise ValueError(
+                f"draft vocabulary: ids must ascend, got {self.ids[at]} before {self.ids[at + 1]}"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,7 +62,7 @@ class DraftVocabulary:
         kept = np.sort(np.argsort(-np.asarray(counts), kind="stable")[:size])
         return cls(tuple(kept.tolist()), len(counts))
 
-    @property
+    @functools.cached_property
     def array(self) -> np.ndarray:
         """`[V_d]` int32."""
         return np.asarray(self.ids, np.int32)
@@ -72,6 +75,11 @@ class DraftVocabulary:
         """Logits `[…, V_d]` as `[…, V]`, −inf for what cannot be drafted."""
         full = jnp.full((*logits.shape[:-1], self.target_size), -jnp.inf, logits.dtype)
         return full.at[..., self.array].set(logits)
+
+    def restrict(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The target's logits `[…, V]` of what can be drafted, `[…, V_d]`, and the log of its mass."""
+        kept = logits[..., self.array]
+        return kept, jax.nn.logsumexp(kept, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
     def locate(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The target's tokens `[…]` as draft tokens, and whether they are any."""

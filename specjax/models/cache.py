@@ -65,3 +65,21 @@ def write_rows(cache: KVCache, rows: KVCache, start: jax.Array, count: jax.Array
         return into.at[:, index].set(new.astype(into.dtype), mode="drop")
 
     return jax.tree.map(write, cache, rows)
+
+
+def write_if_finite(
+    cache: KVCache, rows: KVCache, outputs: jax.Array, start: jax.Array, count: jax.Array
+) -> tuple[KVCache, jax.Array]:
+    """Writes rows whose outputs are all finite, or none: for passes that no accepted count follows.
+
+    Args:
+      cache, rows, start, count: as in `write_rows`.
+      outputs: `[T, D]`, of the pass that made the rows. That the count depends on them keeps XLA from
+        writing before the pass has read.
+
+    Returns:
+      The cache, and whether the outputs of the first `count` rows are finite, `[]` bool.
+    """
+    counted = jnp.arange(len(outputs)) < count
+    finite = (jnp.isfinite(outputs).all(-1) | ~counted).all()
+    return write_rows(cache, rows, start, jnp.where(finite, count, 0)), finite

@@ -92,6 +92,35 @@ class ModelConfig:
             )
 
 
+def drafting_layers(
+    target: ModelConfig,
+    num_layers: int,
+    *,
+    vocab_size: int = 0,
+    intermediate_size: int = 0,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """Plain layers of a target's sizes and rotation, for drafters that read its features.
+
+    No biases, windows, norms behind or scales of the target's own: what a Llama has, or with
+    `qk_norm` a Qwen3. Sizes that are 0 are the target's.
+    """
+    return ModelConfig(
+        vocab_size=vocab_size or target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        rope_factors=target.rope_factors,
+        qk_norm=qk_norm,
+        context_length=target.context_length,
+    )
+
+
 def llama3_rope_factors(
     head_dim: int,
     theta: float,

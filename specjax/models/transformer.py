@@ -81,9 +81,9 @@ class Scratch:
         """Positions of the rows, once a pass over tokens at `positions` has added its own."""
         return jax.lax.dynamic_update_slice(self.positions, positions, (self.slot,))
 
-    def after(self, out: Output, positions: jax.Array) -> Scratch:
-        """The scratch after a pass that was given it."""
-        return Scratch(out.rows, self.moved(positions), self.slot + len(positions))
+    def after(self, rows: KVCache, positions: jax.Array) -> Scratch:
+        """The scratch after a pass that was given it and returned these rows."""
+        return Scratch(rows, self.moved(positions), self.slot + len(positions))
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -238,14 +238,24 @@ class Block(nnx.Module):
         Returns:
           `[T, D]`, and the rows K and V `[G, N, head_dim]`, those of the scratch included.
         """
-        queries, keys, values = self.project(self.attention_norm(x), view.cos, view.sin)
+        mixed, keys, values = self.attention(self.attention_norm(x), view, cache, past)
+        return self.finish(x, mixed), keys, values
+
+    def attention(
+        self,
+        inputs: jax.Array,
+        view: View,
+        cache: tuple[jax.Array, jax.Array],
+        past: tuple[jax.Array, jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Attention alone, of normed inputs: `[T, G, n, head_dim]`, and the rows as in `__call__`."""
+        queries, keys, values = self.project(inputs, view.cos, view.sin)
         if past is not None:
             past_keys, past_values, slot = past
             keys = jax.lax.dynamic_update_slice(past_keys, keys, (0, slot, 0))
             values = jax.lax.dynamic_update_slice(past_values, values, (0, slot, 0))
         masks = view.cache_mask, view.block_mask
-        mixed = attend(queries, keys, values, *cache, *masks, self.scale)
-        return self.finish(x, mixed), keys, values
+        return attend(queries, keys, values, *cache, *masks, self.scale), keys, values
 
     @property
     def scale(self) -> float:
@@ -253,10 +263,10 @@ class Block(nnx.Module):
         return self.config.query_scale or self.config.head_dim**-0.5
 
     def project(
-        self, normed: jax.Array, cos: jax.Array, sin: jax.Array
+        self, inputs: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries `[T, G, n, head_dim]`, rotated keys and values `[G, T, head_dim]`."""
-        fused = jnp.einsum("td,dgch->tgch", normed, self.qkv[...])
+        fused = jnp.einsum("td,dgch->tgch", inputs, self.qkv[...])
         if self.config.qkv_bias:
             fused = fused + self.qkv_bias[...]
         queries, keys, values = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
@@ -326,7 +336,8 @@ class Transformer(nnx.Module):
           remat: keep only the blocks' inputs for a backward pass.
         """
         blocks = self.blocks[: depth or self.config.num_layers]
-        kinds = self._views(positions, cache.k[0].shape[1], cache_len, block_mask, scratch)
+        size = cache.k[0].shape[1]
+        kinds = views(self.config, positions, size, cache_len, block_mask, scratch)
         x = self.embed(tokens)
         outputs, keys, values = {}, [], []
         for i, block in enumerate(blocks):
@@ -347,29 +358,32 @@ class Transformer(nnx.Module):
             rows=KVCache(k=tuple(keys), v=tuple(values)),
         )
 
-    def _views(
-        self,
-        positions: jax.Array,
-        size: int,
-        cache_len: jax.Array,
-        block_mask: jax.Array,
-        scratch: Scratch | None,
-    ) -> dict[bool, View]:
-        """Rotation and masks of the global layers (False) and of the sliding ones (True)."""
-        config = self.config
-        cached = jnp.arange(size)
-        cache_mask = (cached < cache_len)[None]
-        turn = rotation(config.head_dim, config.rope_theta, config.rope_factors, positions)
-        views = {False: View(*turn, cache_mask, block_mask)}
-        if any(config.sliding_layers):
-            rows = positions if scratch is None else scratch.moved(positions)
 
-            def near(others):
-                return positions[:, None] - others < config.sliding_window
+def views(
+    config: ModelConfig,
+    positions: jax.Array,
+    size: int,
+    cache_len: jax.Array,
+    block_mask: jax.Array,
+    scratch: Scratch | None,
+) -> dict[bool, View]:
+    """Rotation and masks of the global layers (False) and of the sliding ones (True).
 
-            turn = rotation(config.head_dim, config.sliding_rope_theta, (), positions)
-            views[True] = View(*turn, cache_mask & near(cached), block_mask & near(rows))
-        return views
+    `size` is that of the cache; the other arguments are those of `Transformer.__call__`.
+    """
+    cached = jnp.arange(size)
+    cache_mask = (cached < cache_len)[None]
+    turn = rotation(config.head_dim, config.rope_theta, config.rope_factors, positions)
+    kinds = {False: View(*turn, cache_mask, block_mask)}
+    if any(config.sliding_layers):
+        rows = positions if scratch is None else scratch.moved(positions)
+
+        def near(others):
+            return positions[:, None] - others < config.sliding_window
+
+        turn = rotation(config.head_dim, config.sliding_rope_theta, (), positions)
+        kinds[True] = View(*turn, cache_mask & near(cached), block_mask & near(rows))
+    return kinds
 
 
 def embed(table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
@@ -381,8 +395,12 @@ def embed(table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
 
 def logits_of(params: Any, hidden: jax.Array) -> jax.Array:
     """`Transformer.head` from the params alone: `[…, D]` → float32 `[…, V]`."""
-    weight = params["head_weight"] if "head_weight" in params else params["embedding"]
-    return project_to_vocabulary(hidden, weight)
+    return project_to_vocabulary(hidden, head_of(params))
+
+
+def head_of(params: Any) -> jax.Array:
+    """The head's weight `[V, D]`, the embedding where they are tied."""
+    return params["head_weight"] if "head_weight" in params else params["embedding"]
 
 
 def project_to_vocabulary(hidden: jax.Array, weight: jax.Array) -> jax.Array:

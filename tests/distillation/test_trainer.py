@@ -359,7 +359,7 @@ def test_cached_features_are_the_online_ones(tiny, examples, tmp_path):
         if message:
             with pytest.raises(ValueError, match=message):
                 features.open_cache(tmp_path, tiny, (0, 2), wanted)
-    with pytest.raises(ValueError, match=r"of taps \[0, 2\], wanted is \[1\]"):
+    with pytest.raises(ValueError, match=r"of taps \[0, 2\], \[1\] are missing"):
         features.open_cache(tmp_path, tiny, (1,), identity)
     other = dataclasses.replace(tiny, params=jax.tree.map(lambda x: x * 2, tiny.params))
     with pytest.raises(ValueError, match="the cached features are of target"):

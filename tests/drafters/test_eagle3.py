@@ -21,11 +21,13 @@ from specjax.decoding.prefill import prefill
 from specjax.decoding.speculative import Counts, SpeculativeState, speculative_loop
 from specjax.distillation import features
 from specjax.distillation.trainer import replayed
-from specjax.drafters import autoregressive, eagle3
+from specjax.drafters import eagle3
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import Losses
 from specjax.models.cache import KVCache
 from specjax.models.target import Target, random_target
+from specjax.noise import Noise
+from specjax.sampling import Sampling
 from specjax.trees import DynamicTree, Tree
 from specjax.types import Committed, Context, LoadedDrafter, Trace
 from specjax.verification import greedy
@@ -47,8 +49,8 @@ def with_tree(loaded, tree):
 @functools.partial(jax.jit, static_argnames=("drafter", "steps"))
 def unrolled(drafter, params, target_params, trace, steps):
     """Logits `[steps, T, V_d]` of training-time test."""
-    head = drafter.network(params, target_params).head
-    return jnp.stack([head(x) for x in drafter.unrolled(params, target_params, trace, steps)])
+    head = drafter.model(params, target_params).head
+    return jnp.stack([head(x) for x in drafter.ttt_outputs(params, target_params, trace, steps)])
 
 
 @functools.partial(jax.jit, static_argnames=("drafter",))
@@ -89,7 +91,7 @@ def golden_trace(expected):
 def test_unrolled_logits_and_losses_are_those_of_speculators(name):
     loaded, target, expected = golden(name)
     steps = len(expected["losses"])
-    drafter = dataclasses.replace(loaded.drafter, unroll=steps, likely_inside=False)
+    drafter = dataclasses.replace(loaded.drafter, ttt_steps=steps, skip_undraftable=False)
     trace = golden_trace(expected)
     logits = unrolled(drafter, loaded.params, target.params, trace, steps)
     for step in range(steps):
@@ -161,7 +163,7 @@ def drafter(tiny, texts) -> LoadedDrafter:
     """Trained on half of the texts, and not for long: right now and then."""
     counts = np.bincount(np.concatenate(texts), minlength=61)
     loaded = eagle3.from_config(
-        tiny, 0, counts, taps=(0, 1, 2), draft_vocab_size=48, unroll=2, num_draft_tokens=3
+        tiny, 0, counts, taps=(0, 1, 2), draft_vocab_size=48, ttt_steps=2, num_draft_tokens=3
     )
     traces = trace_of(tiny, loaded.drafter, PROMPTS[::2], texts[::2])
     optimizer = optax.adam(3e-3)
@@ -223,10 +225,9 @@ def test_joint_law_of_two_tokens_in_the_real_loop(tiny, drafter):
 
 
 @pytest.mark.slow
-def test_joint_law_with_a_dynamic_tree(tiny, drafter, monkeypatch):
-    decode = functools.partial(specjax.decode, rule="tree_match")
-    monkeypatch.setattr(specjax, "decode", decode)
-    statistic, limit = joint_law_statistic(tiny, with_tree(drafter, TREES["dynamic"]))
+def test_joint_law_with_a_dynamic_tree(tiny, drafter):
+    chosen = with_tree(drafter, TREES["dynamic"])
+    statistic, limit = joint_law_statistic(tiny, chosen, rule="tree_match")
     assert statistic < limit
 
 
@@ -253,24 +254,25 @@ def observed(target, loaded, trace, count, chunk=32):
     return state
 
 
-def test_unrolled_logits_are_the_decoding_loops(tiny, drafter, texts, monkeypatch):
-    """Step s of the unroll = depth s of a draft that is made to follow the text; ragged lengths."""
+def test_unrolled_logits_are_the_decoding_loops(tiny, drafter, texts):
+    """Step s of the unroll over what was drafted = the law that depth s was drawn from."""
     depth = 7
     loaded = with_tree(drafter, Tree.chain(depth))
     traces = trace_of(tiny, loaded.drafter, PROMPTS, texts)
+    sampling = Sampling(jnp.float32(1.0))
     for row, length in ((0, 12), (2, 35), (2, 40), (3, 20)):
         trace = row_of(traces, row)
-        following = trace.tokens[length:]
-
-        def follow(sampling, noise, vocabulary, logits, node, depth, count, text=following):
-            return text[depth][None], logits[None], jnp.isfinite(logits.max())[None]
-
-        monkeypatch.setattr(autoregressive, "_children", follow)
         state = observed(tiny, loaded, trace, length - 1)
-        context = Context(trace.tokens, jnp.int32(length), None)
-        draft, _ = loaded.drafter.propose(loaded.params, tiny.params, state, context, None)
-        logits = unrolled(loaded.drafter, loaded.params, tiny.params, trace, depth)
-        assert np.abs(logits[:, length - 2] - draft.log_q).max() <= 1e-4
+        context = Context(trace.tokens, jnp.int32(length), None, sampling)
+        noise = Noise(jax.random.key(row), jnp.int32(length - 1))
+        draft, _ = loaded.drafter.propose(loaded.params, tiny.params, state, context, noise)
+        tokens = trace.tokens.at[length : length + depth].set(draft.tokens)
+        changed = dataclasses.replace(trace, tokens=tokens)
+        logits = unrolled(loaded.drafter, loaded.params, tiny.params, changed, depth)
+        trained = loaded.drafter.vocabulary.spread(jax.nn.log_softmax(logits[:, length - 2]))
+        inside = np.isfinite(trained)
+        np.testing.assert_array_equal(inside, np.isfinite(draft.log_q))
+        assert np.abs(trained[inside] - draft.log_q[inside]).max() <= 1e-4
         assert draft.num_valid == depth
 
 
@@ -432,7 +434,7 @@ def test_sizes_of_a_dynamic_tree():
 def test_an_export_is_the_drafter(tiny, drafter, tmp_path):
     eagle3.export(drafter, tiny, tmp_path)
     again = eagle3.load(tmp_path, tiny, CHAIN)
-    assert again.drafter == dataclasses.replace(drafter.drafter, unroll=7)
+    assert again.drafter == dataclasses.replace(drafter.drafter, ttt_steps=7)
     jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
@@ -465,7 +467,8 @@ def changed_export(drafter, target, folder, config, tensors):
         ({"norm_before_fc": True}, {}, "norm_before_fc is not supported"),
         ({}, {"d2t": None}, "48 draft tokens, but no d2t says which of 61"),
         ({}, {"d2t": np.zeros(47, np.int64)}, r"d2t is of shape \(47,\), expected \(48,\)"),
-        ({}, {"d2t": -np.arange(48)}, "d2t: draft vocabulary: token 0 comes twice"),
+        ({}, {"d2t": -np.arange(48)}, "d2t: draft vocabulary: ids must ascend, got 0 before 0"),
+        ({}, {"embed_tokens.weight": np.zeros((60, 32), np.float32)}, "misshaped: embed_tokens"),
         (
             {},
             {"d2t": np.full(48, 14)},

@@ -225,14 +225,14 @@ def exact_pairs(target, prompt, temperature, top_k):
     return np.exp(logs[0, 0])[:, None] * np.exp(logs[:, 1])
 
 
-def joint_law_statistic(target, drafter):
+def joint_law_statistic(target, drafter, **options):
     """G of the first two tokens of 3 × 4096 rows of one prompt, and its limit at 1 − 1e-6."""
     prompt, rows = PROMPTS[0], 4096
     counts = np.zeros((61, 61))
     for seed in range(3):
         result = specjax.decode(
             target, drafter, [prompt] * rows, max_new_tokens=4, temperature=6.0, top_k=8,
-            key=jax.random.key(seed), max_len=10,
+            key=jax.random.key(seed), max_len=10, **options,
         )  # fmt: skip
         for first, second, *_ in result.tokens:
             counts[first, second] += 1
@@ -303,7 +303,7 @@ def test_tokens_that_one_tokenizer_lacks_are_named_unless_they_are_padding(tiny)
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("eagle", "unknown drafter 'eagle'; known: none, ngram, early_exit, draft_lm"),
+        ("eagle", "unknown drafter 'eagle'; known: none, ngram, early_exit, draft_lm, eagle3"),
         ("early_exit:3", "exit layer must be 1…2, got 3"),
         ("early_exit:half", "early_exit:N takes a number of layers, got 'half'"),
         ("ngram:x", "ngram:N takes its shortest match, a number, got 'x'"),

@@ -1,7 +1,8 @@
 """EAGLE-3 drafters on disk: the layout of SafeAILab and SpecForge, which vLLM and SGLang serve.
 
 `midlayer.*`, `fc`, `norm`, `lm_head`, `embed_tokens`, `d2t` (offsets: the target's id is i + d2t[i]),
-`t2d` and a `config.json`. Folders of `speculators` are read too.
+`t2d` and a `config.json`. Folders of `speculators` are read too. Weights must be safetensors, which
+SafeAILab's own `pytorch_model.bin` becomes with `safetensors.torch.save_file(torch.load(…), …)`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import convert, export, huggingface
+from specjax.checkpoints import convert, huggingface
 from specjax.checkpoints.convert import Tensor
-from specjax.drafters import identity
+from specjax.checkpoints.export import config_to_hf
+from specjax.drafters import manifest
 from specjax.drafters.eagle3.drafter import Eagle3
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import ModelConfig, config_from_hf
-from specjax.models.sharding import EMBEDDINGS
 from specjax.models.target import Target
-from specjax.models.transformer import check_taps
+from specjax.models.transformer import check_taps, head_of
 from specjax.trees import DynamicTree, Tree
 from specjax.types import LoadedDrafter
 
@@ -57,18 +58,19 @@ def load(folder: pathlib.Path, target: Target, tree: Tree | DynamicTree) -> Load
         raise FileNotFoundError(f"{folder} is no EAGLE-3 folder: no config.json")
     raw = huggingface.read_json(folder / "config.json")
     config, taps, options = read_config(raw, target, folder)
-    identity.check_target(folder, target)
+    manifest.check_target(folder, target)
     tensors = huggingface.folder_tensors(folder, other_types=("I64", "I32", "BOOL"))
     tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
     vocabulary = _vocabulary(tensors, config, target, folder)
-    recipes = list(_recipes(config, len(taps), tensors))
+    recipes = _recipes(config, len(taps), target.config.vocab_size, tensors)
     params = convert.assemble(recipes, tensors, target.dtype, redundant=("d2t", "t2d"))
+    log = logging.getLogger(__name__)
     if "embedding" not in params:
-        _log("%s has no embed_tokens: the target's embedding is used", folder)
-    elif np.allclose(params["embedding"], target.params["embedding"], rtol=1e-2, atol=1e-4):
-        del params["embedding"]  # a copy of the target's
+        log.info("%s has no embed_tokens: the target's embedding is used", folder)
+    elif _same_numbers(params["embedding"], target.params["embedding"]):
+        del params["embedding"]
     if "head_weight" not in params:
-        _log("%s has no lm_head: the target's head is used", folder)
+        log.info("%s has no lm_head: the target's head is used", folder)
     drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **options)
     return LoadedDrafter(drafter, params, f"eagle3:{folder}")
 
@@ -108,19 +110,23 @@ def read_config(
 
 
 def _recipes(
-    config: ModelConfig, num_taps: int, tensors: Mapping[str, Tensor]
-) -> Iterator[convert.Recipe]:
-    """The parameters; embedding and head only where they are there."""
+    config: ModelConfig, num_taps: int, target_vocab_size: int, kept: Container[str]
+) -> Iterator[convert.TensorRecipe]:
+    """The parameters; embedding and head only where their tensors are kept."""
     depth = config.hidden_size
     yield convert.linear_recipe(("fusion",), "fc", num_taps * depth, depth)
     yield from convert.block_recipes(config, ("layer",), "midlayer", qkv_inputs=2)
     yield convert.norm_recipe(("layer", "hidden_norm"), "midlayer.hidden_norm", depth)
     yield convert.norm_recipe(("final_norm",), "norm", depth)
-    if "lm_head.weight" in tensors:
+    if "lm_head.weight" in kept:
         yield convert.table_recipe(("head_weight",), "lm_head", (config.vocab_size, depth))
-    if "embed_tokens.weight" in tensors:
-        size = tensors["embed_tokens.weight"].shape[0]
-        yield convert.table_recipe(("embedding",), "embed_tokens", (size, depth))
+    if "embed_tokens.weight" in kept:
+        yield convert.table_recipe(("embedding",), "embed_tokens", (target_vocab_size, depth))
+
+
+def _same_numbers(one: jax.Array, other: jax.Array) -> bool:
+    """Whether two tables are the same to the precision of a bfloat16 copy."""
+    return bool((one.astype(jnp.bfloat16) == other.astype(jnp.bfloat16)).all())
 
 
 def _vocabulary(
@@ -142,32 +148,24 @@ def _vocabulary(
     return None if size == full and not offsets.any() else vocabulary
 
 
-def write(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
+def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes the drafter as SafeAILab and SpecForge do.
 
     Embedding and head are written also where they are the target's: some engines expect them.
     """
-    drafter, params = loaded.drafter, jax.device_get(loaded.params)
+    drafter, full = loaded.drafter, target.config.vocab_size
     config, vocabulary = drafter.config, drafter.vocabulary
     folder.mkdir(parents=True, exist_ok=True)
-    full = target.config.vocab_size
+    shared = {"embedding": target.params["embedding"], "head_weight": head_of(target.params)}
+    kept = ("lm_head.weight", "embed_tokens.weight")
+    recipes = _recipes(config, len(drafter.taps), full, kept)
     ids = np.arange(full) if vocabulary is None else vocabulary.array
-    shared = jax.device_get({k: x for k, x in target.params.items() if k in EMBEDDINGS})
-    embedding = params.get("embedding", shared["embedding"])
-    head = params.get("head_weight", shared.get("head_weight", shared["embedding"]))
-    tensors = {
-        "fc.weight": np.asarray(params["fusion"]).T,
-        **export.block_to_hf(config, params["layer"], "midlayer"),
-        "midlayer.hidden_norm.weight": export.norm_to_hf(params["layer"]["hidden_norm"]),
-        "norm.weight": export.norm_to_hf(params["final_norm"]),
-        "lm_head.weight": np.asarray(head),
-        "embed_tokens.weight": np.asarray(embedding),
+    tensors = convert.disassemble(recipes, jax.device_get(shared | loaded.params)) | {
         "d2t": ids.astype(np.int64) - np.arange(len(ids)),
         "t2d": np.isin(np.arange(full), ids),
     }
-    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
-    described = export.config_to_hf(config)
+    described = config_to_hf(config)
     rope = described["rope_parameters"]  # as transformers 5 has it; readers of version 4 look below
     described |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -186,7 +184,3 @@ def write(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     }
     text = json.dumps(described, indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def _log(message: str, *values: Any) -> None:
-    logging.getLogger(__name__).info(message, *values)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.drafters import autoregressive, dynamic_tree
-from specjax.drafters.eagle3 import network
+from specjax.drafters.eagle3.network import Eagle3Network, graphdef
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import DIVERGENCES, Losses, token_losses, weighted_sums
-from specjax.models.cache import KVCache, write_rows
+from specjax.models.cache import KVCache, write_if_finite
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Scratch, causal_mask, embed, logits_of
+from specjax.models.transformer import Scratch, causal_mask, embed, head_of, logits_of
 from specjax.noise import Noise
-from specjax.sampling import argmax
+from specjax.sampling import likeliest
 from specjax.trees import DynamicTree, Tree
 from specjax.types import Committed, Context, Draft, PyTree, Terms, Trace
 
@@ -30,7 +30,7 @@ class Eagle3State:
     Attributes:
       cache: rows 0…length − 2 are valid; row i was made of the features at i and of token i + 1.
       hidden: `[D]`, output of the last row: what the first drafted token is read from.
-      sound: `[]` bool, False from the first output on that was not finite.
+      sound: `[]` bool, False once an output was not finite.
     """
 
     cache: KVCache
@@ -67,11 +67,11 @@ class Eagle3(autoregressive.TreeDrafter):
       dtype: of the weights.
       vocabulary: what can be drafted; None for the target's whole vocabulary.
       tree: what is drafted: a chain, a static or a dynamic tree.
-      unroll: n, steps of training-time test.
-      step_decay: weight of a step's loss over that of the step before.
+      ttt_steps: n, steps of training-time test.
+      step_decay: weight of a step's loss over that of the step before; 0.8 in EAGLE's own code.
       norm_before_residual: the layer's stream is the normed state, as in some released checkpoints.
-      likely_inside: learn only where the target's likeliest token can be drafted, as EAGLE's own code
-        does; `speculators` learns everywhere.
+      skip_undraftable: learn only where the target's likeliest token can be drafted, as EAGLE's own
+        code does; `speculators` learns everywhere.
     """
 
     config: ModelConfig
@@ -79,21 +79,28 @@ class Eagle3(autoregressive.TreeDrafter):
     dtype: Any
     vocabulary: DraftVocabulary | None
     tree: Tree | DynamicTree
-    unroll: int = 7
+    ttt_steps: int = 7
     step_decay: float = 0.8
     norm_before_residual: bool = False
-    likely_inside: bool = True
+    skip_undraftable: bool = True
 
     def __post_init__(self):
-        if not 1 <= self.unroll <= 8:
-            raise ValueError(f"eagle3: unroll must be 1…8 steps, got {self.unroll}")
+        if self.ttt_steps < 1:
+            raise ValueError(f"eagle3: ttt_steps must be at least 1, got {self.ttt_steps}")
+        if isinstance(self.tree, DynamicTree):
+            if self.tree.top_k > self.config.vocab_size:
+                raise ValueError(
+                    f"a dynamic tree of top_k {self.tree.top_k} needs as many tokens, there are "
+                    f"{self.config.vocab_size}"
+                )
+        else:
+            autoregressive.check_widths(self.tree, self.config.vocab_size)
 
-    def network(self, params: PyTree, target_params: PyTree) -> network.Eagle3Network:
+    def model(self, params: PyTree, target_params: PyTree) -> Eagle3Network:
         """The network; a head that its params lack is the target's."""
         if "head_weight" not in params:
-            head = target_params.get("head_weight", target_params["embedding"])
-            params = params | {"head_weight": head}
-        static = network.graphdef(self.config, len(self.taps), self.norm_before_residual)
+            params = params | {"head_weight": head_of(target_params)}
+        static = graphdef(self.config, len(self.taps), self.norm_before_residual)
         return nnx.merge(static, {name: params[name] for name in params if name != "embedding"})
 
     def embed(self, params: PyTree, target_params: PyTree, tokens: jax.Array) -> jax.Array:
@@ -110,7 +117,7 @@ class Eagle3(autoregressive.TreeDrafter):
         self, params: PyTree, target_params: PyTree, state: Eagle3State, committed: Committed
     ) -> Eagle3State:
         """Writes the rows of the committed tokens, of the target's own features."""
-        model = self.network(params, target_params)
+        model = self.model(params, target_params)
         width = len(committed.tokens)
         outputs, rows = model(
             self.embed(params, target_params, committed.next_tokens),
@@ -120,16 +127,12 @@ class Eagle3(autoregressive.TreeDrafter):
             committed.start,
             causal_mask(width),
         )
-        counted = jnp.arange(width) < committed.count
-        finite = (jnp.isfinite(outputs).all(-1) | ~counted).all()
-        # The write must depend on what was read, as in the target's prefill.
-        count = jnp.where(finite, committed.count, 0)
-        last = outputs[jnp.maximum(count - 1, 0)]
-        return Eagle3State(
-            write_rows(state.cache, rows, committed.start, count),
-            jnp.where(count > 0, last, state.hidden),
-            state.sound & finite,
+        cache, finite = write_if_finite(
+            state.cache, rows, outputs, committed.start, committed.count
         )
+        last = outputs[jnp.maximum(committed.count - 1, 0)]
+        observed = finite & (committed.count > 0)
+        return Eagle3State(cache, jnp.where(observed, last, state.hidden), state.sound & finite)
 
     prefill = observe
 
@@ -142,21 +145,21 @@ class Eagle3(autoregressive.TreeDrafter):
         noise: Noise | None,
     ) -> tuple[Draft, Eagle3State]:
         """Tokens of the head's processed distributions."""
-        model = self.network(params, target_params)
-        position = context.length - 2  # of the row that the anchor's features will not change
+        model = self.model(params, target_params)
+        # The last row pairs the features before the anchor with the anchor; drafts go on behind it.
+        position = context.length - 2
         dynamic = isinstance(self.tree, DynamicTree)
-        sizes = dynamic_tree if dynamic else autoregressive
-        size = sizes.scratch_size(self.tree, *([] if dynamic else [1]))
+        scratch_size = dynamic_tree.scratch_size if dynamic else autoregressive.scratch_size
+        size = scratch_size(self.tree, 1)
 
         def forward(tokens, positions, scratch, mask, parents):
             outputs, rows = model(
                 self.embed(params, target_params, tokens), scratch.hidden[parents], positions,
                 state.cache, position + 1, mask, scratch.rows,
             )  # fmt: skip
-            slot = scratch.rows.slot
-            hidden = jax.lax.dynamic_update_slice(scratch.hidden, outputs, (slot, 0))
-            rows = Scratch(rows, scratch.rows.moved(positions), slot + len(positions))
-            return model.head(outputs), DraftRows(rows, hidden)
+            at = scratch.rows.slot, 0
+            hidden = jax.lax.dynamic_update_slice(scratch.hidden, outputs, at)
+            return model.head(outputs), DraftRows(scratch.rows.after(rows, positions), hidden)
 
         # Slot 0 stands for the last row of the cache: it has its output, and nobody sees its row.
         empty = Scratch.empty(self.config, size, self.dtype)
@@ -165,7 +168,7 @@ class Eagle3(autoregressive.TreeDrafter):
         arguments = (
             model.head(state.hidden), scratch, forward, position, self.tree, context.sampling, noise,
         )  # fmt: skip
-        options = {"hidden_slots": jnp.arange(size) == 0, "vocabulary": self.vocabulary}
+        options = {"masked_slots": jnp.arange(size) == 0, "vocabulary": self.vocabulary}
         if dynamic:
             draft = dynamic_tree.draft(*arguments, **options)
         else:
@@ -173,7 +176,7 @@ class Eagle3(autoregressive.TreeDrafter):
         ready = state.sound & (context.length > 1)
         return dataclasses.replace(draft, num_valid=jnp.where(ready, draft.num_valid, 0)), state
 
-    def unrolled(
+    def ttt_outputs(
         self,
         params: PyTree,
         target_params: PyTree,
@@ -187,12 +190,12 @@ class Eagle3(autoregressive.TreeDrafter):
         Step s at index i has read the features up to i and the text up to i + 1 + s; it predicts the
         token after that.
         """
-        model = self.network(params, target_params)
+        model = self.model(params, target_params)
         own_text = trace.segments[:, None] == trace.segments
         mask = causal_mask(len(trace.tokens)) & own_text
         hidden, earlier, outputs = model.fuse(trace.features), (), []
         for step in range(steps):
-            run = jax.checkpoint(model.unroll_step) if remat else model.unroll_step
+            run = jax.checkpoint(model.ttt_step) if remat else model.ttt_step
             tokens = jnp.roll(trace.tokens, -1 - step)
             embedded = self.embed(params, target_params, tokens)
             hidden, rows = run(embedded, hidden, trace.positions + step, mask, earlier)
@@ -201,7 +204,7 @@ class Eagle3(autoregressive.TreeDrafter):
 
     def terms_of(self, loss: str) -> dict[str, float]:
         """A loss has a term for each step."""
-        return {f"{loss}_{k + 1}": self.step_decay**k for k in range(self.unroll)}
+        return {f"{loss}_{k + 1}": self.step_decay**k for k in range(self.ttt_steps)}
 
     def objective(
         self,
@@ -213,55 +216,46 @@ class Eagle3(autoregressive.TreeDrafter):
     ) -> Terms:
         """The losses of every step (training-time test, §3.2), and `alpha_1`, ….
 
-        The target's distribution is that over the draft vocabulary, where its likeliest token lies
-        there; other tokens add nothing. α counts them all, against the whole distribution.
+        The target's distribution is that over the draft vocabulary. α is against the whole one.
         """
-        model = self.network(params, target_params)
-        steps = self.unrolled(params, target_params, trace, self.unroll, remat=losses.remat)
+        model = self.model(params, target_params)
+        steps = self.ttt_outputs(params, target_params, trace, self.ttt_steps, remat=losses.remat)
         # From here on index j is of the token that the target's prediction is made after.
         outputs, own_text = [], []
         for k, output in enumerate(steps, start=1):
             outputs.append(jnp.roll(output, k, axis=0))
             own_text.append(self._same_text(trace, k))
-        outputs, own_text = jnp.stack(outputs, axis=1), jnp.stack(own_text, axis=1)
+        weights = trace.weights[:, None] * jnp.stack(own_text, axis=1)
 
-        def one(next_tokens, target_hidden, outputs, own_text):
+        def one(next_tokens, target_hidden, outputs):
             logits = jax.lax.stop_gradient(logits_of(target_params, target_hidden))
-            labels, taught, log_mass, logits = self._restricted(next_tokens, logits)
-            sums = {}
-            for k in range(self.unroll):
-                draft_logits = model.head(outputs[:, k])
-                values = token_losses(losses.names, labels, logits, draft_logits, log_mass)
-                for name, value in values.items():
-                    counted = own_text[:, k] & taught.get(name, True)
-                    sums[f"{name}_{k + 1}"] = jnp.where(counted, value, 0)
-            return sums
+            tokens, log_mass, taught = next_tokens, jnp.zeros(len(logits)), {}
+            if self.vocabulary is not None:
+                tokens, taught["cross_entropy"] = self.vocabulary.locate(next_tokens)
+                largest = logits.max(-1)
+                logits, log_mass = self.vocabulary.restrict(logits)
+                if self.skip_undraftable:
+                    taught |= dict.fromkeys(DIVERGENCES, logits.max(-1) == largest)
+            # All steps as one long column of tokens: a few large products, step after step.
+            predictions = jax.tree.map(
+                lambda x: jnp.concatenate([x] * self.ttt_steps), (tokens, logits, log_mass)
+            )
+            draft_logits = model.head(outputs.swapaxes(0, 1).reshape(-1, outputs.shape[-1]))
+            tokens, logits, log_mass = predictions
+            values = token_losses(losses.names, tokens, logits, draft_logits, log_mass)
+            columns = {name: x.reshape(self.ttt_steps, -1).T for name, x in values.items()}
+            return {
+                name: jnp.where(taught[name][:, None], x, 0) if name in taught else x
+                for name, x in columns.items()
+            }
 
-        arrays = jnp.roll(trace.tokens, -1), trace.hidden, outputs, own_text
-        sums = weighted_sums(one, trace.weights, *arrays, remat=losses.remat)
-        weights = (trace.weights[:, None] * own_text).sum(0)
+        arrays = jnp.roll(trace.tokens, -1), trace.hidden, jnp.stack(outputs, axis=1)
+        sums = weighted_sums(one, weights, *arrays, remat=losses.remat)
         return {
-            name: (value, weights[int(name.rpartition("_")[2]) - 1])
-            for name, (value, _) in sums.items()
+            f"{name}_{k + 1}": (value[k], weight[k])
+            for name, (value, weight) in sums.items()
+            for k in range(self.ttt_steps)
         }
-
-    def _restricted(
-        self, tokens: jax.Array, logits: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array, jax.Array]:
-        """The target's predictions, `[n]` tokens and `[n, V]` logits, in the draft vocabulary.
-
-        Returns:
-          Tokens as draft tokens; for each loss that not every row teaches, which do; the log of the
-          target's probability of the draft vocabulary; its logits there.
-        """
-        if self.vocabulary is None:
-            return tokens, {}, jnp.zeros(len(tokens)), logits
-        kept = logits[:, self.vocabulary.array]
-        log_mass = jax.nn.logsumexp(kept, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
-        labels, said = self.vocabulary.locate(tokens)
-        _, likely = self.vocabulary.locate(argmax(logits))
-        taught = dict.fromkeys(DIVERGENCES, likely) if self.likely_inside else {}
-        return labels, taught | {"cross_entropy": said}, log_mass, kept
 
     @staticmethod
     def _same_text(trace: Trace, shift: int) -> jax.Array:
@@ -271,15 +265,15 @@ class Eagle3(autoregressive.TreeDrafter):
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
         """The unroll is what drafting does while its drafts are right."""
-        model = self.network(params, target_params)
+        model = self.model(params, target_params)
         columns = []
         for k, outputs in enumerate(
-            self.unrolled(params, target_params, trace, self.draft_depth), start=1
+            self.ttt_outputs(params, target_params, trace, self.draft_depth), start=1
         ):
-            likeliest = jax.lax.map(lambda x: argmax(model.head(x)), outputs, batch_size=128)
+            drafted = likeliest(model.head, outputs)
             if self.vocabulary is not None:
-                likeliest = self.vocabulary.tokens(likeliest)
+                drafted = self.vocabulary.tokens(drafted)
             # Made at the anchor's index − 1, of the token k places behind the anchor.
-            made = jnp.roll(likeliest, 1) == jnp.roll(trace.tokens, -k)
+            made = jnp.roll(drafted, 1) == jnp.roll(trace.tokens, -k)
             columns.append(made & self._same_text(trace, 1))
         return jnp.stack(columns, axis=1)

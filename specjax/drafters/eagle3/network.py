@@ -6,9 +6,12 @@ made them, the layer's own output a where it has not), at index i (Li et al. 202
 ```
 g_i = W_fc [f_low ; f_mid ; f_high]
 z_i = [norm(e(x_{i+1})) ; norm(u_i)]          what q, k and v are made of
-a_i = u_i + attention(z)_i, then + MLP        logits of x_{i+2} = W_head · norm(a_i)
+a_i = r_i + attention(z)_i, then + MLP        r = u, or norm(u) with `norm_before_residual`
+logits of x_{i+2} = W_head · norm(a_i)
 u_{i+1} = a_i                                 where the target has not been
 ```
+
+In released checkpoints `fusion` is called `fc`, `layer` `midlayer`.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from specjax.models.transformer import (
     Block,
     RMSNorm,
     Scratch,
-    attend,
     project_to_vocabulary,
     rotation,
+    views,
 )
 
 
@@ -109,20 +112,13 @@ class Eagle3Network(nnx.Module):
           `[T, D]`, and the rows as in `models.transformer.Output`.
         """
         inputs, stream = self.layer.read(embedded, hidden)
-        queries, keys, values = self.layer.project(inputs, *self._rotation(positions))
-        if scratch is not None:
-            past = scratch.rows.k[0], scratch.rows.v[0]
-            keys, values = (
-                jax.lax.dynamic_update_slice(rows, new, (0, scratch.slot, 0))
-                for rows, new in zip(past, (keys, values), strict=True)
-            )
-        cache_mask = (jnp.arange(cache.k[0].shape[1]) < cache_len)[None]
-        mixed = attend(
-            queries, keys, values, cache.k[0], cache.v[0], cache_mask, block_mask, self.layer.scale
-        )
+        size = cache.k[0].shape[1]
+        view = views(self.config, positions, size, cache_len, block_mask, scratch)[False]
+        past = None if scratch is None else (scratch.rows.k[0], scratch.rows.v[0], scratch.slot)
+        mixed, keys, values = self.layer.attention(inputs, view, (cache.k[0], cache.v[0]), past)
         return self.layer.finish(stream, mixed), KVCache(k=(keys,), v=(values,))
 
-    def unroll_step(
+    def ttt_step(
         self,
         embedded: jax.Array,
         hidden: jax.Array,
@@ -144,14 +140,12 @@ class Eagle3Network(nnx.Module):
           `[T, D]`, and this step's keys and values.
         """
         inputs, stream = self.layer.read(embedded, hidden)
-        queries, *own = self.layer.project(inputs, *self._rotation(positions))
+        config = self.config
+        turn = rotation(config.head_dim, config.rope_theta, config.rope_factors, positions)
+        queries, *own = self.layer.project(inputs, *turn)
         steps = (*earlier, tuple(own))
         mixed = attend_unrolled(queries, steps, mask, self.layer.scale)
         return self.layer.finish(stream, mixed), steps[-1]
-
-    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config = self.config
-        return rotation(config.head_dim, config.rope_theta, config.rope_factors, positions)
 
 
 def attend_unrolled(
