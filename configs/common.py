@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
                 "learning_rate": 1e-4,
                 "schedule": "cosine",
                 "warmup_steps": 50,
-                "decay_steps": 0,  # of schedule wsd
+                "decay_steps": 0,  # of schedule wsd; 0 for all behind the warm-up
                 "clip": 1.0,
                 "weight_decay": 0.0,
                 "b1": 0.9,

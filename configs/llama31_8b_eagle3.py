@@ -27,7 +27,6 @@ def get_config(mode: str = "") -> ConfigDict:
     config.optimizer.learning_rate = 5e-5
     config.optimizer.warmup_steps = 12_000
     config.optimizer.schedule = "wsd"  # down to 0 in a line
-    config.optimizer.decay_steps = config.total_steps - config.optimizer.warmup_steps
     config.optimizer.clip = 0.5
     config.alpha_every = config.save_every = 2000
     if mode == "runlocal":

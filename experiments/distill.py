@@ -31,9 +31,10 @@ from specjax import drafters
 from specjax.distillation import data, features
 from specjax.distillation.state import Checkpoints
 from specjax.distillation.steps import compute_params
-from specjax.distillation.trainer import set_up, train
-from specjax.models.sharding import make_mesh, param_shardings
-from specjax.models.target import Target
+from specjax.distillation.trainer import fetched, set_up, train
+from specjax.models.sharding import EMBEDDINGS, make_mesh, param_shardings
+from specjax.models.target import Target, target_hash
+from specjax.models.transformer import check_taps
 from specjax.types import LoadedDrafter, PyTree
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
@@ -51,10 +52,11 @@ def main() -> None:
     config = CONFIG.value.copy_and_resolve_references()
     launch.require(**{"config.data.path": config.data.path, "config.target": config.target})
     target = launch.load_target(config.target)
-    shardings = param_shardings(target.params, make_mesh(**config.mesh))
-    target = dataclasses.replace(target, params=jax.device_put(target.params, shardings))
     train_examples, held_out = read(config, target)
     loaded = first_drafter(config, target, train_examples)
+    shardings = param_shardings(target.params, make_mesh(**config.mesh))
+    params = jax.device_put(target.params, shardings)
+    target = dataclasses.replace(target, params=params, known_hash=target_hash(target))
     set_up(config.to_dict(), target, loaded)  # says what is wrong before hours of caching
     # A run that goes on must have the same text, wherever it lies.
     lasting = config.to_dict() | {"text": data.examples_hash([*train_examples, *held_out])}
@@ -68,7 +70,10 @@ def main() -> None:
     )  # fmt: skip
     if outcome.preempted:
         say(f"preempted at step {outcome.step}: the same command goes on")
-    elif jax.process_index() == 0:
+        return
+    tables = fetched({name: x for name, x in target.params.items() if name in EMBEDDINGS})
+    if jax.process_index() == 0:
+        target = dataclasses.replace(target, params=tables)
         folder = epath.Path(WORKDIR.value) / "drafter"
         with tempfile.TemporaryDirectory() as local:  # the work directory may be a bucket
             drafters.export(outcome.drafter, target, pathlib.Path(local))
@@ -86,6 +91,11 @@ def first_drafter(
     loaded = drafters.from_config(config.drafter.to_dict(), target, config.seed, counts)
     if not config.init_from:
         return loaded
+    if loaded.drafter.taps:
+        raise ValueError(
+            "init_from has weights only; a drafter of features goes on from its folder, which knows "
+            f"its taps and vocabulary: --config.drafter.model={config.init_from}/drafter"
+        )
     masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), loaded.params)
     with Checkpoints(config.init_from, read_only=True) as checkpoints:
         best = checkpoints.restore_best(masters)
@@ -138,6 +148,7 @@ def batches(
     folder = pathlib.Path(config.features.path)
     # A cache with more taps than this drafter's serves several.
     taps = tuple(sorted({*loaded.drafter.taps, *config.features.taps}))
+    check_taps(taps, target.config)
     identity = data.fingerprint(target.tokenizer) | {
         "data": data.examples_hash(examples),
         "sequence_length": config.data.sequence_length,

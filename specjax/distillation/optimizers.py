@@ -32,7 +32,7 @@ def schedule(
 ) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0, then `cosine`, `wsd` or `constant`.
 
-    `wsd` stays at its peak and falls linearly to 0 in the last `decay_steps`.
+    `wsd` stays at its peak and falls linearly to 0 in the last `decay_steps`; 0 for all of them.
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps must be 0…{total_steps - 1}, got {warmup_steps}")
@@ -41,8 +41,9 @@ def schedule(
     if kind == "cosine":
         rest = optax.cosine_decay_schedule(peak, left)
     elif kind == "wsd":
-        if not 0 < decay_steps <= left:
-            raise ValueError(f"decay_steps must be 1…{left}, got {decay_steps}")
+        if not 0 <= decay_steps <= left:
+            raise ValueError(f"decay_steps must be 0…{left}, got {decay_steps}")
+        decay_steps = decay_steps or left
         fall = optax.linear_schedule(peak, 0.0, decay_steps)
         rest = optax.join_schedules([lambda _: peak, fall], [left - decay_steps])
     elif kind == "constant":

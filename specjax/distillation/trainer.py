@@ -126,7 +126,7 @@ def train(
             if figures:
                 report.write(step, figures)
             if "held_out/alpha_1" in figures:
-                checkpoints.save_best(state, _score(figures))
+                checkpoints.save_best(state, _score(figures, recipe.drafter.draft_depth))
 
         with Report(workdir, step, last_step, tensorboard=tensorboard) as report:
             if step == 0:
@@ -215,12 +215,12 @@ def replayed(
     ]
 
 
-def _score(figures: Mapping[str, float]) -> float:
+def _score(figures: Mapping[str, float], depth: int) -> float:
     """The expected number of accepted tokens, if positions are accepted independently."""
-    total, reached, k = 0.0, 1.0, 1
-    while f"held_out/alpha_{k}" in figures:
-        reached *= figures[f"held_out/alpha_{k}"]
-        total, k = total + reached, k + 1
+    total, reached = 0.0, 1.0
+    for k in range(1, depth + 1):
+        reached *= figures.get(f"held_out/alpha_{k}", 0.0)
+        total += reached
     return total
 
 

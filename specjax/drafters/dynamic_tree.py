@@ -86,6 +86,9 @@ def draft(
     # Among equals the first is taken, and parents lie before their children.
     kept = jnp.sort(jax.lax.top_k(worth, tree.num_nodes)[1])
     parents = parents[kept]
-    parents = jnp.where(parents < 0, 0, jnp.searchsorted(kept, parents) + 1)
-    num_valid = jnp.where(finite, tree.num_nodes, 0)
+    place = jnp.searchsorted(kept, parents)
+    # Should a device order equals otherwise, nothing behind a node without its parent holds.
+    whole = (parents < 0) | (kept[jnp.minimum(place, tree.num_nodes - 1)] == parents)
+    num_valid = jnp.where(finite, jnp.cumprod(whole.astype(jnp.int32)).sum(), 0)
+    parents = jnp.where(parents < 0, 0, place + 1)
     return Draft(tokens[kept], None, num_valid, tree.depth, parents.astype(jnp.int32))

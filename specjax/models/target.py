@@ -29,6 +29,7 @@ class Target:
       params: nested dict of arrays, passed to jitted functions as an argument.
       tokenizer: with its chat template, if there is one; None where only token ids are used.
       stop_tokens: ids that end a row (end of sequence, end of turn).
+      known_hash: what `target_hash` says, where it was asked before the params were split over hosts.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Target:
     params: Any
     tokenizer: PreTrainedTokenizerFast | None = None
     stop_tokens: tuple[int, ...] = ()
+    known_hash: str = ""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -64,6 +66,8 @@ def target_hash(target: Target) -> str:
 
     Numbers are compared in bfloat16: the same checkpoint in float32 is the same target.
     """
+    if target.known_hash:
+        return target.known_hash
     digest = hashlib.sha256(repr(target.config).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         first = np.asarray(leaf.reshape(-1)[:256].astype(jnp.bfloat16))

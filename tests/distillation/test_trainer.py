@@ -23,6 +23,7 @@ from specjax.distillation.trainer import train
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.sharding import AXES, batch_sharding, make_mesh
 from specjax.types import Trace
+from tests.trainees import TRAINEES
 
 CONFIG = {
     "seed": 0, "total_steps": 8, "accumulate": 1, "remat": True, "loss": {"forward_kl": 1.0},
@@ -48,10 +49,13 @@ def examples(tiny):
     ]
 
 
-def run(tiny, examples, workdir, **changes):
+EVERY = pytest.mark.parametrize("name", list(TRAINEES))
+
+
+def run(tiny, examples, workdir, *, name="draft_lm", **changes):
     config = CONFIG | changes
     return train(
-        config, tiny, draft_lm(from_layers(tiny, 2), tiny, 4),
+        config, tiny, TRAINEES[name](tiny, 4),
         data.train_batches(examples, seed=0, **ROWS),
         lambda: iter(data.evaluation_batches(examples, **ROWS)), str(workdir),
     )  # fmt: skip
@@ -66,11 +70,14 @@ def assert_equal(one, other):
 
 
 @pytest.mark.slow
-def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path):
+@EVERY
+def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path, name):
     """Then every draft of it is accepted whole, sampled, too, where top-k 1 keeps to that text."""
     one = examples[:1]
-    trained = run(tiny, one, tmp_path, total_steps=200, save_every=1000, alpha_every=0).drafter
-    fresh = draft_lm(from_layers(tiny, 2), tiny, 4)
+    trained = run(
+        tiny, one, tmp_path, name=name, total_steps=200, save_every=1000, alpha_every=0
+    ).drafter
+    fresh = TRAINEES[name](tiny, 4)
     for sampling in ({}, {"temperature": 1.0, "top_k": 1, "key": jax.random.key(0)}):
         before, after = (
             specjax.decode(tiny, drafter, one[0].prompt.tolist(), max_new_tokens=26, **sampling)
@@ -113,43 +120,46 @@ def test_trained_logits_are_decoded_logits(tiny, examples):
     np.testing.assert_allclose(float(value), total, rtol=1e-5)
 
 
-def step_recipe(tiny, recipe_changes=()):
-    drafter = draft_lm(from_layers(tiny, 2), tiny, 4).drafter
+def step_recipe(tiny, recipe_changes=(), name="draft_lm"):
+    drafter = TRAINEES[name](tiny, 3).drafter
     optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
     losses = (("forward_kl", 1.0), ("cross_entropy", 0.1))
     recipe = steps.Recipe(tiny.graphdef, drafter, optimizer, losses, jnp.float32)
     return dataclasses.replace(recipe, **dict(recipe_changes))
 
 
-def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0):
-    loaded = draft_lm(from_layers(tiny, 2), tiny, 4)
-    recipe = step_recipe(tiny, recipe_changes)
+def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0, name="draft_lm"):
+    loaded = TRAINEES[name](tiny, 3)
+    recipe = step_recipe(tiny, recipe_changes, name)
     state = steps.new_state(recipe, loaded.params, key, mesh or make_mesh(1, 1, 1))
     return steps.train_step(recipe, state, tiny.params, batch)
 
 
-def test_micro_batches_change_nothing(tiny, examples):
+@EVERY
+def test_micro_batches_change_nothing(tiny, examples, name):
     """Also where their supervised tokens differ in number: sums are divided once."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
     batch["loss_mask"][0, 10:] = False
-    whole, metrics = step_of(tiny, {k: x[None] for k, x in batch.items()})
-    cut, cut_metrics = step_of(tiny, {k: x.reshape(4, 1, -1) for k, x in batch.items()})
+    whole, metrics = step_of(tiny, {k: x[None] for k, x in batch.items()}, name=name)
+    pieces = {k: x.reshape(4, 1, -1) for k, x in batch.items()}
+    cut, cut_metrics = step_of(tiny, pieces, {"remat": False}.items(), name=name)
     for name in metrics:
         np.testing.assert_allclose(metrics[name], cut_metrics[name], rtol=2e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, cut.params)
 
 
-def test_muon_takes_a_step(tiny, examples):
+@EVERY
+def test_muon_takes_a_step(tiny, examples, name):
     """Matrices by Muon, the rest by Adam; every moment lies where its param does."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
     muon, _ = make_optimizer(CONFIG["optimizer"] | {"name": "muon"}, 10)
     one = {k: x[None] for k, x in batch.items()}
-    state, metrics = step_of(tiny, one, {"optimizer": muon}.items())
-    before = draft_lm(from_layers(tiny, 2), tiny, 4).params
+    state, metrics = step_of(tiny, one, {"optimizer": muon}.items(), name=name)
+    before = TRAINEES[name](tiny, 3).params
     changed = jax.tree.map(lambda x, y: bool((x != y).any()), state.params, before)
     assert np.isfinite(metrics["loss"]) and not any(jax.tree.leaves(changed))  # rate 0 at step 0
     state, _ = steps.train_step(
-        step_recipe(tiny, {"optimizer": muon}.items()), state, tiny.params, one
+        step_recipe(tiny, {"optimizer": muon}.items(), name), state, tiny.params, one
     )
     assert all(
         jax.tree.leaves(jax.tree.map(lambda x, y: bool((x != y).any()), state.params, before))
@@ -201,7 +211,7 @@ rng = np.random.default_rng(3)
 examples = [
     data.Example(rng.integers(0, 61, 32).astype(np.int32), np.arange(32) >= 5) for _ in range(12)
 ]
-workdir, kill_at, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+workdir, kill_at, kind, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 original = trainer.train_step
 def step(recipe, state, *rest):
     state, metrics = original(recipe, state, *rest)
@@ -212,7 +222,7 @@ def step(recipe, state, *rest):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     return state, metrics
 trainer.train_step = step
-outcome = tests.run(target, examples, workdir)
+outcome = tests.run(target, examples, workdir, name=name)
 leaves = jax.tree.leaves(outcome.drafter.params)
 total = sum(float(np.abs(np.asarray(x, np.float64)).sum()) for x in leaves)
 print(outcome.step, outcome.preempted, repr(total))
@@ -220,13 +230,19 @@ print(outcome.step, outcome.preempted, repr(total))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, "full disk"])
-def test_resuming_is_bitwise(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (signal.SIGTERM, "draft_lm"), ("full disk", "draft_lm"),
+        *((signal.SIGKILL, name) for name in TRAINEES),
+    ],
+)  # fmt: skip
+def test_resuming_is_bitwise(tmp_path, kind, name):
     """Killed at step 5 of 8, saved at 4 (or at 5, when it is asked to end): the same in the end."""
     number = 0 if kind == "full disk" else int(kind)
 
     def output(workdir, kill_at):
-        command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(number)]
+        command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(number), name]
         env = os.environ | {"JAX_PLATFORMS": "cpu"}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -241,11 +257,12 @@ def test_resuming_is_bitwise(tmp_path, kind):
         assert killed.returncode == 1 and "File too large" in killed.stderr, killed.stderr[-2000:]
     resumed = output(tmp_path / "cut", -1)
     assert resumed.stdout.split("\n")[-2] == whole.stdout.split("\n")[-2]
-    told, expected = ([x["step"] for x in lines(tmp_path / name)] for name in ("cut", "whole"))
+    both = "cut", "whole"
+    told, expected = ([x["step"] for x in lines(tmp_path / folder)] for folder in both)
     assert told == expected
     same = [
-        [{k: v for k, v in x.items() if k != "tokens_per_second"} for x in lines(tmp_path / name)]
-        for name in ("cut", "whole")
+        [{k: v for k, v in x.items() if k != "tokens_per_second"} for x in lines(tmp_path / folder)]
+        for folder in both
     ]
     assert same[0] == same[1]
 
@@ -381,11 +398,11 @@ import dataclasses, sys
 import jax, jax.numpy as jnp, numpy as np
 from specjax.distillation import steps
 from specjax.distillation.optimizers import make_optimizer
-from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.sharding import batch_sharding, make_mesh, param_shardings
 import specjax
 from tests.conftest import TINY, random_with_large_weights
 from tests.distillation.test_trainer import CONFIG
+from tests.trainees import TRAINEES
 
 config = dataclasses.replace(TINY, num_kv_heads=4, num_heads=8, vocab_size=64)
 target = random_with_large_weights(config)
@@ -397,7 +414,7 @@ batch = {
 optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
 for sizes in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
     mesh = make_mesh(*sizes)
-    loaded = draft_lm(from_layers(target, 2), target, 3)
+    loaded = TRAINEES[sys.argv[1]](target, 3)
     recipe = steps.Recipe(
         target.graphdef, loaded.drafter, optimizer, (("forward_kl", 1.0),), jnp.float32
     )
@@ -426,7 +443,8 @@ def test_a_mesh_must_divide_the_batch():
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_nothing():
+@EVERY
+def test_a_mesh_changes_nothing(name):
     """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
 
     def output(devices):
@@ -438,7 +456,7 @@ def test_a_mesh_changes_nothing():
         if devices == 1:
             code = code.replace("((8, 1, 1), (2, 4, 1), (2, 2, 2))", "((1, 1, 1),)")
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code, name], env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr[-2000:]
         return [line.split("|") for line in done.stdout.splitlines()]

@@ -22,10 +22,12 @@ from specjax.decoding.speculative import Counts, SpeculativeState, speculative_l
 from specjax.distillation import features
 from specjax.distillation.trainer import replayed
 from specjax.drafters import eagle3
+from specjax.drafters.eagle3 import network
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import Losses
 from specjax.models.cache import KVCache
 from specjax.models.target import Target, random_target
+from specjax.models.transformer import logits_of, rotation
 from specjax.noise import Noise
 from specjax.sampling import Sampling
 from specjax.trees import DynamicTree, Tree
@@ -276,6 +278,67 @@ def test_unrolled_logits_are_the_decoding_loops(tiny, drafter, texts):
         assert draft.num_valid == depth
 
 
+def loss_by_one_mask(drafter, params, target_params, trace):
+    """The objective's total from textbook pieces: one concatenated attention a step, one big mask."""
+    model = drafter.model(params, target_params)
+    size = len(trace.tokens)
+    slots = jnp.arange(size)
+    same = trace.segments[:, None] == trace.segments
+    mask = (slots <= slots[:, None]) & same
+    hidden, keys, values, total = model.fuse(trace.features), [], [], 0.0
+    for step in range(drafter.ttt_steps):
+        following = jnp.roll(trace.tokens, -1 - step)
+        embedded = drafter.embed(params, target_params, following)
+        inputs, stream = model.layer.read(embedded, hidden)
+        config = drafter.config
+        turn = rotation(config.head_dim, config.rope_theta, (), trace.positions + step)
+        queries, k, v = model.layer.project(inputs, *turn)
+        keys, values = [*keys, k], [*values, v]
+        sees = jnp.concatenate([mask] + [slots == slots[:, None]] * step, axis=1)
+        scores = jnp.einsum("tgnd,gsd->gnts", queries, jnp.concatenate(keys, axis=1))
+        weights = jax.nn.softmax(jnp.where(sees, scores * config.head_dim**-0.5, -jnp.inf))
+        mixed = jnp.einsum("gnts,gsd->tgnd", weights, jnp.concatenate(values, axis=1))
+        hidden = model.layer.finish(stream, mixed)
+        # Index i predicts what the target's state at i + 1 + step does.
+        at = jnp.minimum(slots + 1 + step, size - 1)
+        logits = logits_of(target_params, trace.hidden[at])
+        ids = drafter.vocabulary.array
+        counted = (slots + 1 + step < size) & (trace.segments[at] == trace.segments)
+        weight = trace.weights[at] * counted
+        taught = jnp.isin(jnp.argmax(logits, -1), ids)
+        log_p, log_q = jax.nn.log_softmax(logits[:, ids]), jax.nn.log_softmax(model.head(hidden))
+        kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+        total += drafter.step_decay**step * (weight * taught * kl).sum() / weight.sum()
+    return total
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_gradient_goes_through_the_unroll(tiny, drafter, texts, remat, monkeypatch):
+    """Value and gradient are those of the plain way to write it; in blocks of queries, too."""
+    monkeypatch.setattr(network, "QUERIES", 16 if remat else 512)
+    chosen = dataclasses.replace(drafter.drafter, ttt_steps=3)
+    trace = row_of(trace_of(tiny, chosen, PROMPTS, texts), 2)
+
+    def loss(params):
+        losses = Losses(("forward_kl",), remat)
+        terms = chosen.objective(params, tiny.params, trace, jax.random.key(0), losses)
+        factors = chosen.terms_of("forward_kl").items()
+        return sum(factor * terms[name][0] / terms[name][1] for name, factor in factors)
+
+    def plain(params):
+        return loss_by_one_mask(chosen, params, tiny.params, trace)
+
+    (one, got), (other, wanted) = (
+        jax.jit(jax.value_and_grad(f))(drafter.params) for f in (loss, plain)
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * np.abs(y).max() + 1e-8),
+        got,
+        wanted,
+    )
+
+
 def test_a_token_changes_nothing_before_it(tiny, drafter, texts):
     trace = row_of(trace_of(tiny, drafter.drafter, PROMPTS, texts), 2)
     at = 33
@@ -474,6 +537,9 @@ def changed_export(drafter, target, folder, config, tensors):
             {"d2t": np.full(48, 14)},
             "d2t: draft vocabulary: token 61 is outside the target's 61",
         ),
+        ({}, {"lm_head.weight": None}, "48 draft tokens need an lm_head of their own"),
+        ({"model_type": "gemma3_text"}, {}, "layers of 'gemma3_text' are not supported"),
+        ({"layer_types": ["sliding_attention"]}, {}, "sliding layers are not supported"),
         ({}, {"fc.weight": None}, "missing: fc.weight"),
         ({}, {"fc.weight": np.zeros((32, 64), np.float32)}, r"misshaped: fc.weight \[32, 64\]"),
     ],
@@ -488,7 +554,7 @@ def test_an_embedding_that_is_not_there_is_the_targets(tiny, drafter, tmp_path, 
     changed_export(drafter, tiny, tmp_path, {}, {"embed_tokens.weight": None})
     with caplog.at_level("INFO"):
         assert "embedding" not in eagle3.load(tmp_path, tiny, CHAIN).params
-    assert "has no embed_tokens: the target's embedding is used" in caplog.text
+    assert "has no embed_tokens: the target's is used" in caplog.text
 
 
 def test_a_drafter_of_another_target_is_refused(tiny, drafter, tmp_path):
@@ -511,10 +577,29 @@ def test_a_draft_vocabulary_of_counts():
             DraftVocabulary.of_counts(np.ones(5), size)
 
 
-def test_a_drafter_with_the_whole_vocabulary_and_the_targets_head(tiny, texts):
+def test_a_drafter_with_the_whole_vocabulary_and_the_targets_head(tiny, texts, tmp_path, caplog):
     loaded = eagle3.from_config(tiny, 0, np.ones(61), taps=(0, 2), num_draft_tokens=2)
     assert loaded.drafter.vocabulary is None and loaded.params["head_weight"].shape == (61, 32)
     params = {name: x for name, x in loaded.params.items() if name != "head_weight"}
     for drafter in (loaded, dataclasses.replace(loaded, params=params)):
         result = specjax.decode(tiny, drafter, PROMPTS[:1], max_new_tokens=12)
         assert result.tokens[0].tolist() == texts[0][:12]
+    eagle3.export(drafter, tiny, tmp_path)  # of two taps and with the target's head
+    assert "serve EAGLE-3 drafters of three taps" in caplog.text
+    again = eagle3.load(tmp_path, tiny, Tree.chain(2))
+    assert again.params.keys() == params.keys()
+
+
+def test_options_of_normed_queries_and_streams(tiny, drafter, texts):
+    """They change the drafts and not the text; bfloat16 keeps its types through all of it."""
+    loaded = eagle3.from_config(tiny, 0, np.ones(61), taps=(0, 1), qk_norm=True, num_draft_tokens=2)
+    normed = dataclasses.replace(loaded.drafter, norm_before_residual=True)
+    chosen = dataclasses.replace(loaded, drafter=normed)
+    result = specjax.decode(tiny, chosen, PROMPTS[:1], max_new_tokens=12)
+    assert result.tokens[0].tolist() == texts[0][:12]
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, tiny.params)
+    target = dataclasses.replace(tiny, params=narrow)
+    loaded = eagle3.from_config(target, 0, np.ones(61), taps=(0, 1), num_draft_tokens=2)
+    result = specjax.decode(target, loaded, PROMPTS[:1], max_new_tokens=6)
+    plain = specjax.decode(target, None, PROMPTS[:1], max_new_tokens=6)
+    assert result.tokens[0].tolist() == plain.tokens[0].tolist()

@@ -30,6 +30,8 @@ from specjax.models.transformer import check_taps, head_of
 from specjax.trees import DynamicTree, Tree
 from specjax.types import LoadedDrafter
 
+_log = logging.getLogger(__name__)
+
 # Options of `speculators` that no layer here has.
 REFUSED = ("fc_norm", "norm_before_fc", "norm_output")
 
@@ -64,13 +66,16 @@ def load(folder: pathlib.Path, target: Target, tree: Tree | DynamicTree) -> Load
     vocabulary = _vocabulary(tensors, config, target, folder)
     recipes = _recipes(config, len(taps), target.config.vocab_size, tensors)
     params = convert.assemble(recipes, tensors, target.dtype, redundant=("d2t", "t2d"))
-    log = logging.getLogger(__name__)
-    if "embedding" not in params:
-        log.info("%s has no embed_tokens: the target's embedding is used", folder)
-    elif _same_numbers(params["embedding"], target.params["embedding"]):
-        del params["embedding"]
-    if "head_weight" not in params:
-        log.info("%s has no lm_head: the target's head is used", folder)
+    if vocabulary is not None and "head_weight" not in params:
+        raise ValueError(f"{folder}: {config.vocab_size} draft tokens need an lm_head of their own")
+    for name, theirs, shared in (
+        ("embedding", "embed_tokens", target.params["embedding"]),
+        ("head_weight", "lm_head", head_of(target.params)),
+    ):
+        if name not in params:
+            _log.info("%s has no %s: the target's is used", folder, theirs)
+        elif _is_copy(params[name], shared):
+            del params[name]
     drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **options)
     return LoadedDrafter(drafter, params, f"eagle3:{folder}")
 
@@ -87,6 +92,10 @@ def read_config(
     for option in REFUSED:
         if raw.get(option):
             raise ValueError(f"{folder}: {option} is not supported")
+    if layer.get("model_type") not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"{folder}: layers of {layer.get('model_type')!r} are not supported")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise ValueError(f"{folder}: sliding layers are not supported")
     size = raw.get("draft_vocab_size") or layer.get("vocab_size")
     config = config_from_hf({**layer, "vocab_size": size, "tie_word_embeddings": False})
     features = raw.get("target_hidden_size") or config.hidden_size
@@ -124,9 +133,12 @@ def _recipes(
         yield convert.table_recipe(("embedding",), "embed_tokens", (target_vocab_size, depth))
 
 
-def _same_numbers(one: jax.Array, other: jax.Array) -> bool:
-    """Whether two tables are the same to the precision of a bfloat16 copy."""
-    return bool((one.astype(jnp.bfloat16) == other.astype(jnp.bfloat16)).all())
+def _is_copy(table: jax.Array, original: jax.Array) -> bool:
+    """Whether two tables are the same but for the rounding to a narrower type."""
+    if table.shape != original.shape:
+        return False
+    table, original = table.astype(jnp.float32), original.astype(jnp.float32)
+    return bool(jnp.sum((table - original) ** 2) <= 1e-4 * jnp.sum(original**2))
 
 
 def _vocabulary(
@@ -155,6 +167,11 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """
     drafter, full = loaded.drafter, target.config.vocab_size
     config, vocabulary = drafter.config, drafter.vocabulary
+    if config.qk_norm or len(drafter.taps) != 3:
+        _log.warning(
+            "%s: vLLM and SGLang serve EAGLE-3 drafters of three taps without q_norm and k_norm; this "
+            "one has %d taps%s", folder, len(drafter.taps), " and both norms" * config.qk_norm,
+        )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     shared = {"embedding": target.params["embedding"], "head_weight": head_of(target.params)}
     kept = ("lm_head.weight", "embed_tokens.weight")

@@ -97,7 +97,17 @@ class Eagle3(autoregressive.TreeDrafter):
             autoregressive.check_widths(self.tree, self.config.vocab_size)
 
     def model(self, params: PyTree, target_params: PyTree) -> Eagle3Network:
-        """The network; a head that its params lack is the target's."""
+        """The network; a head that its params lack is the target's.
+
+        Raises:
+          ValueError: the target is another one.
+        """
+        full = self.config.vocab_size if self.vocabulary is None else self.vocabulary.target_size
+        if target_params["embedding"].shape != (full, self.config.hidden_size):
+            raise ValueError(
+                f"this eagle3 drafter is of a target of {full} tokens and hidden size "
+                f"{self.config.hidden_size}, got {target_params['embedding'].shape}"
+            )
         if "head_weight" not in params:
             params = params | {"head_weight": head_of(target_params)}
         static = graphdef(self.config, len(self.taps), self.norm_before_residual)
@@ -105,7 +115,7 @@ class Eagle3(autoregressive.TreeDrafter):
 
     def embed(self, params: PyTree, target_params: PyTree, tokens: jax.Array) -> jax.Array:
         """`[T]` ids → `[T, D]`, by the target's table where the params have none."""
-        table = params.get("embedding", target_params["embedding"])
+        table = jax.lax.stop_gradient(params.get("embedding", target_params["embedding"]))
         return embed(table, tokens, self.config.embedding_scale)
 
     def init_state(self, max_len: int) -> Eagle3State:

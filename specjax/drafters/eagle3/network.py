@@ -148,6 +148,9 @@ class Eagle3Network(nnx.Module):
         return self.layer.finish(stream, mixed), steps[-1]
 
 
+QUERIES = 512  # of a block of attention in training
+
+
 def attend_unrolled(
     queries: jax.Array,
     steps: tuple[tuple[jax.Array, jax.Array], ...],
@@ -165,12 +168,39 @@ def attend_unrolled(
     Returns:
       `[T, G, n, d]`.
     """
+    length = len(mask)
+    if length > QUERIES and length % QUERIES == 0:
+        return _in_blocks(queries, steps, mask, scale)
+    return _attend_unrolled(queries, steps, mask, scale)
+
+
+def _in_blocks(queries, steps, mask, scale):
+    """`QUERIES` at a time, computed again in the backward pass: `[heads, T, T]` is never there."""
+    first, *later = steps
+    count = len(mask) // QUERIES
+
+    def fold(x: jax.Array, axis: int = 0) -> jax.Array:
+        x = jnp.moveaxis(x, axis, 0)
+        return x.reshape(count, QUERIES, *x.shape[1:])
+
+    @jax.checkpoint
+    def one(block):
+        queries, mask, rows = block
+        rows = [(k.swapaxes(0, 1), v.swapaxes(0, 1)) for k, v in rows]
+        return _attend_unrolled(queries, (first, *rows), mask, scale)
+
+    rows = [(fold(k, 1), fold(v, 1)) for k, v in later]
+    mixed = jax.lax.map(one, (fold(queries), fold(mask), rows))
+    return mixed.reshape(queries.shape)
+
+
+def _attend_unrolled(queries, steps, mask, scale):
     (keys, values), *later = steps
     float32 = {"preferred_element_type": jnp.float32}
     scores = [jnp.where(mask, jnp.einsum("tgnd,gsd->gnts", queries, keys, **float32), -jnp.inf)]
     scores += [jnp.einsum("tgnd,gtd->gnt", queries, k, **float32)[..., None] for k, _ in later]
     weights = jax.nn.softmax(scale * jnp.concatenate(scores, axis=-1)).astype(values.dtype)
-    length = len(mask)
+    length = mask.shape[1]
     mixed = jnp.einsum("gnts,gsd->tgnd", weights[..., :length], values, **float32)
     for i, (_, v) in enumerate(later):
         mixed += jnp.einsum("gnt,gtd->tgnd", weights[..., length + i], v, **float32)
