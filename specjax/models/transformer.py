@@ -266,14 +266,29 @@ class Block(nnx.Module):
         self, inputs: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries `[T, G, n, head_dim]`, rotated keys and values `[G, T, head_dim]`."""
-        fused = jnp.einsum("td,dgch->tgch", inputs, self.qkv[...])
-        if self.config.qkv_bias:
-            fused = fused + self.qkv_bias[...]
-        queries, keys, values = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+        fused = self._fused(inputs, slice(None))
+        queries = fused[:, :, :-2]
         if self.config.qk_norm:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
+            queries = self.query_norm(queries)
         queries = rotate(queries, cos[:, None], sin[:, None])
-        return queries, rotate(keys, cos, sin).swapaxes(0, 1), values.swapaxes(0, 1)
+        return queries, *self._rows(fused, cos, sin)
+
+    def keys_values(
+        self, inputs: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated keys and values alone, `[G, T, head_dim]`, of tokens that ask nothing."""
+        return self._rows(self._fused(inputs, slice(-2, None)), cos, sin)
+
+    def _fused(self, inputs: jax.Array, parts: slice) -> jax.Array:
+        """Some of the queries, the key and the value of each group, `[T, G, parts, head_dim]`."""
+        fused = jnp.einsum("td,dgch->tgch", inputs, self.qkv[...][:, :, parts])
+        return fused + self.qkv_bias[...][:, parts] if self.config.qkv_bias else fused
+
+    def _rows(self, fused: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
+        keys, values = fused[:, :, -2], fused[:, :, -1]
+        if self.config.qk_norm:
+            keys = self.key_norm(keys)
+        return rotate(keys, cos, sin).swapaxes(0, 1), values.swapaxes(0, 1)
 
     def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """The stream `[T, D]` with attention's output, `[T, G, n, head_dim]`, and the MLP's."""

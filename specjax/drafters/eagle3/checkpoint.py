@@ -23,6 +23,7 @@ from specjax.checkpoints.convert import Tensor
 from specjax.checkpoints.export import config_to_hf
 from specjax.drafters import manifest
 from specjax.drafters.eagle3.drafter import Eagle3
+from specjax.drafters.fusion import folded, fusion_recipe, unfolded
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import ModelConfig, config_from_hf
 from specjax.models.target import Target
@@ -66,6 +67,7 @@ def load(folder: pathlib.Path, target: Target, tree: Tree | DynamicTree) -> Load
     vocabulary = _vocabulary(tensors, config, target, folder)
     recipes = _recipes(config, len(taps), target.config.vocab_size, tensors)
     params = convert.assemble(recipes, tensors, target.dtype, redundant=("d2t", "t2d"))
+    params = unfolded(params)
     if vocabulary is not None and "head_weight" not in params:
         raise ValueError(f"{folder}: {config.vocab_size} draft tokens need an lm_head of their own")
     for name, theirs, shared in (
@@ -123,7 +125,7 @@ def _recipes(
 ) -> Iterator[convert.TensorRecipe]:
     """The parameters; embedding and head only where their tensors are kept."""
     depth = config.hidden_size
-    yield convert.linear_recipe(("fusion",), "fc", num_taps * depth, depth)
+    yield fusion_recipe(num_taps, depth)
     yield from convert.block_recipes(config, ("layer",), "midlayer", qkv_inputs=2)
     yield convert.norm_recipe(("layer", "hidden_norm"), "midlayer.hidden_norm", depth)
     yield convert.norm_recipe(("final_norm",), "norm", depth)
@@ -177,7 +179,8 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     kept = ("lm_head.weight", "embed_tokens.weight")
     recipes = _recipes(config, len(drafter.taps), full, kept)
     ids = np.arange(full) if vocabulary is None else vocabulary.array
-    tensors = convert.disassemble(recipes, jax.device_get(shared | loaded.params)) | {
+    params = folded(jax.device_get(shared | loaded.params))
+    tensors = convert.disassemble(recipes, params) | {
         "d2t": ids.astype(np.int64) - np.arange(len(ids)),
         "t2d": np.isin(np.arange(full), ids),
     }

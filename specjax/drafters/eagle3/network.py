@@ -11,7 +11,7 @@ logits of x_{i+2} = W_head · norm(a_i)
 u_{i+1} = a_i                                 where the target has not been
 ```
 
-In released checkpoints `fusion` is called `fc`, `layer` `midlayer`.
+In released checkpoints `fuse` is called `fc`, `layer` `midlayer`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.drafters.fusion import Fusion
 from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import (
@@ -77,14 +78,10 @@ class Eagle3Network(nnx.Module):
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
         self.config = config
-        self.fusion = weight(num_taps * depth, depth)
+        self.fuse = Fusion(config, num_taps, rngs, dtype)
         self.layer = FeatureBlock(config, dtype, rngs, norm_before_residual)
         self.final_norm = RMSNorm(depth, config)
         self.head_weight = weight(config.vocab_size, depth)
-
-    def fuse(self, features: jax.Array) -> jax.Array:
-        """Features `[T, M, D]` → states `[T, D]`."""
-        return features.reshape(len(features), -1) @ self.fusion[...]
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Outputs of the layer `[…, D]` → float32 logits `[…, V_d]`."""
