@@ -82,6 +82,7 @@ def for_mode(config: ConfigDict, mode: str) -> ConfigDict:
         config.total_steps = 12
         config.data.sequence_length = 256
         config.data.batch_size = 4
+        config.accumulate = min(config.accumulate, 4)
         config.data.held_out_rows = 4
         config.optimizer.warmup_steps = 4
         config.log_every = 4

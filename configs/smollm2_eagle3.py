@@ -19,5 +19,10 @@ def get_config(mode: str = "") -> ConfigDict:
     config.drafter = {
         "name": "eagle3", "draft_vocab_size": 8000, "ttt_steps": 5, "num_draft_tokens": 7,
     }  # fmt: skip
-    config.optimizer.learning_rate = 2e-3
+    # From scratch: many small steps.
+    config.data.batch_size = config.accumulate = 1
+    config.total_steps = 800
+    config.optimizer.warmup_steps = 40
+    config.log_every = 25
+    config.alpha_every = config.save_every = 200
     return common.for_mode(config, mode)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.load import load_target
+from specjax.drafters import dflash, eagle3, manifest
 from specjax.drafters import draft_lm as draft_lms
-from specjax.drafters import eagle3, manifest
 from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import NGram
@@ -24,10 +24,8 @@ __all__ = ["NGram", "draft_lm", "early_exit", "export", "from_config", "load_dra
 def _ngram(argument: str, target: Target, tree: Tree) -> Drafter:
     if argument and not argument.isdecimal():
         raise ValueError(f"ngram:N takes its shortest match, a number, got {argument!r}")
-    if tree != Tree.chain(tree.depth):
-        raise ValueError("ngram drafts a chain, no tree")
     shortest = int(argument or 1)
-    return NGram(tree.depth, max_ngram=max(3, shortest), min_ngram=shortest)
+    return NGram(_length_of(tree, "ngram"), max_ngram=max(3, shortest), min_ngram=shortest)
 
 
 def _early_exit(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
@@ -48,13 +46,26 @@ def _eagle3(argument: str, target: Target, tree: Tree | DynamicTree) -> LoadedDr
     return eagle3.load(pathlib.Path(argument), target, tree)
 
 
+def _dflash(argument: str, target: Target, tree: Tree | None) -> LoadedDrafter:
+    if not argument:
+        raise ValueError("dflash needs a trained drafter: dflash:FOLDER")
+    return dflash.load(pathlib.Path(argument), target, _length_of(tree, "dflash"))
+
+
+def _length_of(tree: Tree | None, name: str) -> int | None:
+    """K of a chain, None where none is given."""
+    if tree is not None and tree != Tree.chain(tree.depth):
+        raise ValueError(f"{name} drafts a chain, no tree")
+    return None if tree is None else tree.depth
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A drafter of the registry.
 
     Attributes:
       build: (what follows "name:", the target, what to draft) → drafter.
-      usual: K where none is given.
+      usual: K where none is given; None for what the drafter was trained for.
       argument: how `--help` writes what follows the name.
       from_config: builds one to train from the target, a seed, how often the target says each token,
         and the options of its part of a config; None for what needs no training.
@@ -63,7 +74,7 @@ class Entry:
     """
 
     build: Callable[..., Drafter | LoadedDrafter]
-    usual: int
+    usual: int | None
     argument: str
     from_config: Callable[..., LoadedDrafter] | None = None
     export: Callable[..., None] | None = None
@@ -75,6 +86,7 @@ REGISTRY = {
     "early_exit": Entry(_early_exit, 4, "[:LAYERS]"),
     "draft_lm": Entry(_draft_lm, 4, ":MODEL", draft_lms.from_config, draft_lms.export),
     "eagle3": Entry(_eagle3, 4, ":FOLDER", eagle3.from_config, eagle3.export, dynamic=True),
+    "dflash": Entry(_dflash, None, ":FOLDER", dflash.from_config, dflash.export),
 }
 
 
@@ -106,8 +118,9 @@ def load_drafter(
     if name not in REGISTRY:
         raise ValueError(f"unknown drafter {spec!r}; known: none, {', '.join(REGISTRY)}")
     entry = REGISTRY[name]
-    if tree is None:
-        tree = Tree.chain(entry.usual if num_draft_tokens is None else num_draft_tokens)
+    length = entry.usual if num_draft_tokens is None else num_draft_tokens
+    if tree is None and length is not None:
+        tree = Tree.chain(length)
     if isinstance(tree, DynamicTree) and not entry.dynamic:
         raise ValueError(f"{name} drafts no dynamic tree")
     return entry.build(argument, target, tree)

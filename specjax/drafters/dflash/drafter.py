@@ -49,7 +49,7 @@ class DFlash:
       dtype: of the weights.
       block_size: anchor and masks, as trained.
       mask_token: whose embedding, the target's, stands for what is not known.
-      num_draft_tokens: K, at most what the block has.
+      num_draft_tokens: K; more than the block has slots for was never trained.
       num_anchors: blocks a row of training text.
       decay: γ; the loss of draft k counts exp(−(k − 1) / γ), 0 for all alike.
       random_anchors: blocks begin anywhere; else at every block_size-th predicted token.
@@ -75,11 +75,10 @@ class DFlash:
     first_slot = 1  # the first that predicts: slot k gives the token of position anchor + k
 
     def __post_init__(self):
-        most = self.block_size - self.first_slot
-        if not 1 <= self.num_draft_tokens <= most:
-            raise ValueError(
-                f"a block of {self.block_size} drafts 1…{most} tokens, got {self.num_draft_tokens}"
-            )
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+        if self.block_size <= self.first_slot:
+            raise ValueError(f"a block of {self.block_size} has no slot to draft with")
         if not 0 <= self.mask_token < self.config.vocab_size:
             raise ValueError(
                 f"mask token {self.mask_token} is outside the vocabulary of {self.config.vocab_size}"

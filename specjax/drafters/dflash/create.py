@@ -1,0 +1,103 @@
+"""A DFlash drafter to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.drafters.dflash.checkpoint import default_taps
+from specjax.drafters.dflash.drafter import DFlash
+from specjax.drafters.dflash.network import DFlashNetwork
+from specjax.drafters.fusion import measured_scale
+from specjax.models.config import ModelConfig, drafting_layers
+from specjax.models.target import Target
+from specjax.models.transformer import check_taps
+from specjax.types import LoadedDrafter
+
+
+def from_config(
+    target: Target,
+    seed: int,
+    token_counts: np.ndarray,
+    *,
+    mask_token: int,
+    num_layers: int = 5,
+    block_size: int = 16,
+    taps: tuple[int, ...] = (),
+    num_taps: int = 5,
+    intermediate_size: int = 0,
+    qk_norm: bool = True,
+    num_draft_tokens: int = 0,
+    num_anchors: int = 512,
+    decay: float = 0.0,
+    random_anchors: bool = True,
+    strict_anchors: bool = False,
+) -> LoadedDrafter:
+    """The last norm begins as the target's, the rest at random.
+
+    Args:
+      target: what it drafts for.
+      seed: of random weights.
+      token_counts: `[V]`, how often the target says each token in the training text.
+      mask_token: a token that no text has; neither a stop token nor padding.
+      num_layers: of the trunk.
+      block_size: anchor and masks.
+      taps: the target's blocks whose outputs are read; evenly `num_taps` by default.
+      num_taps: how many.
+      intermediate_size: width of the layers' MLP; 0 for the target's.
+      qk_norm: norm queries and keys, as Qwen3 does.
+      num_draft_tokens: K when it decodes; 0 for the whole block.
+      num_anchors, decay, random_anchors, strict_anchors: as in `DFlash`.
+    """
+    layers = first_layers(target, num_layers, taps, num_taps, intermediate_size, qk_norm)
+    check_mask_token(mask_token, target, token_counts)
+    drafter = DFlash(
+        *layers, block_size, mask_token, num_draft_tokens or block_size - DFlash.first_slot,
+        num_anchors, decay, random_anchors, strict_anchors,
+    )  # fmt: skip
+    return LoadedDrafter(drafter, first_params(drafter, target, seed, token_counts), "dflash")
+
+
+def first_layers(
+    target: Target,
+    num_layers: int,
+    taps: tuple[int, ...],
+    num_taps: int,
+    intermediate_size: int,
+    qk_norm: bool,
+) -> tuple[ModelConfig, tuple[int, ...], Any]:
+    """The first fields of a drafter: architecture, taps and type."""
+    taps = tuple(taps) or default_taps(target.config.num_layers, num_taps)
+    check_taps(taps, target.config)
+    config = drafting_layers(
+        target.config, num_layers, intermediate_size=intermediate_size, qk_norm=qk_norm
+    )
+    return config, taps, jnp.dtype(target.dtype)
+
+
+def check_mask_token(mask_token: int, target: Target, token_counts: np.ndarray) -> None:
+    """Raises ValueError for a token that the target says; the message has one that it does not."""
+    if not 0 <= mask_token < len(token_counts):
+        raise ValueError(
+            f"mask_token {mask_token} is outside the vocabulary of {len(token_counts)}"
+        )
+    if mask_token in target.stop_tokens or token_counts[mask_token]:
+        raise ValueError(
+            f"mask_token {mask_token} is a stop token or part of the text: choose one that the "
+            f"target never says, like {int(np.argmin(token_counts))}"
+        )
+
+
+def first_params(
+    drafter: DFlash, target: Target, seed: int, token_counts: np.ndarray
+) -> dict[str, Any]:
+    """The trunk's."""
+    config, taps = drafter.config, drafter.taps
+    fresh = DFlashNetwork(config, len(taps), rngs=nnx.Rngs(seed), dtype=drafter.dtype)
+    params = nnx.to_pure_dict(nnx.state(fresh))
+    params["fuse"]["feature_scale"] = measured_scale(target, taps, token_counts, seed)
+    params["final_norm"] = target.params["final_norm"]
+    return params
