@@ -389,7 +389,7 @@ def cached_batches(
         raise ValueError(f"{process_count} hosts cannot share {len(source)} rows of features")
     share = _shuffled_share(source, seed, process_index, process_count)
     # Grain's own buffer of 500 rows would be gigabytes of features.
-    ahead = grain.ReadOptions(num_threads=4, prefetch_buffer_size=2 * batch_size)
+    ahead = grain.ReadOptions(num_threads=4, prefetch_buffer_size=max(4, 2 * batch_size))
     return share.map(unpack).to_iter_dataset(ahead).batch(batch_size)
 
 

@@ -10,6 +10,10 @@ import sys
 
 import pytest
 
+import specjax
+from specjax.checkpoints.load import load_target
+from tests.checkpoints.test_load import GOLDEN, write_gguf
+
 CODE = """
 import sys
 import jax
@@ -76,3 +80,56 @@ def test_two_processes_are_one(tmp_path):
     # Eight steps are all there are: one process restores the checkpoint and finds nothing to do.
     restored, (printed_again,) = run(tmp_path / "both", 1, 8)
     assert printed_again == printed and restored == both
+
+
+PROGRAM = """
+import sys
+import jax
+index, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from experiments import distill, launch
+sys.argv = ["distill", *sys.argv[3:]]
+launch.run(distill.main)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_split_the_target_export_a_drafter(tmp_path):
+    """No process holds the target's tables whole while it trains."""
+    model = write_gguf(tmp_path / "tiny.gguf", GOLDEN / "llama_untied")
+    text = [
+        {"prompt_tokens": [n, n + 1, n], "response_tokens": [n + 1, n, n] * 4} for n in range(5, 13)
+    ]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    arguments = [
+        "--config=configs/smollm2_eagle3.py:runlocal", f"--workdir={tmp_path / 'run'}",
+        f"--config.target={model}", f"--config.data.path={tmp_path / 'text.jsonl'}",
+        "--config.drafter.draft_vocab_size=40", "--config.drafter.taps=(0,1)",
+        "--config.data.sequence_length=32", "--config.data.held_out=0.3", "--config.mesh.fsdp=2",
+        "--config.total_steps=6", "--config.drafter.ttt_steps=2",
+        "--config.drafter.num_draft_tokens=2",
+    ]  # fmt: skip
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "SPECJAX_CACHE": str(tmp_path / "cache"),
+    }  # fmt: skip
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(index), port, *arguments],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    told = [host.communicate(timeout=600) for host in hosts]
+    for host, (_, errors) in zip(hosts, told, strict=True):
+        assert host.returncode == 0, errors[-3000:]
+    target = load_target(model)
+    loaded = specjax.load_drafter(str(tmp_path / "run/drafter"), target)
+    assert len(loaded.drafter.vocabulary) == 40
+    plain, drafted = (
+        specjax.decode(target, drafter, [5, 6, 5], max_new_tokens=8) for drafter in (None, loaded)
+    )
+    assert plain.tokens[0].tolist() == drafted.tokens[0].tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -71,6 +72,7 @@ def from_config(
     )
     fresh = Eagle3Network(config, len(taps), rngs=nnx.Rngs(seed), dtype=target.dtype)
     params = nnx.to_pure_dict(nnx.state(fresh))
+    params["layer"]["qkv"] = _looking_at_itself(params["layer"]["qkv"])
     params["fuse"]["feature_scale"] = measured_scale(target, taps, token_counts, seed)
     params["final_norm"] = target.params["final_norm"]
     if own_head:
@@ -79,3 +81,14 @@ def from_config(
         del params["head_weight"]
     drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **steps)
     return LoadedDrafter(drafter, params, "eagle3")
+
+
+def _looking_at_itself(qkv: jax.Array) -> jax.Array:
+    """Random `[2D, G, n + 2, head_dim]` whose queries are those of its keys (ours).
+
+    The embedding enters through attention only. A random layer spreads it thinly over all positions
+    and takes long to find its own; like this every position finds itself from the beginning.
+    """
+    keys = 1.5 * qkv[:, :, -2:-1]
+    queries = jnp.repeat(keys, qkv.shape[2] - 2, axis=2)
+    return jnp.concatenate([queries, keys, qkv[:, :, -1:]], axis=2)
