@@ -3,6 +3,9 @@ r"""Measures drafters on prompt files, each against plain decoding of the same p
   python -m experiments.evaluate --target=smollm2 --drafter=ngram --drafter=early_exit:20 \
     --prompts=gsm8k.jsonl --limit=10 --json=results.json
 
+`--drafter=eagle3:FOLDER@6` and `--drafter=eagle3:FOLDER@dynamic,32,7,8` draft a chain of 6 and a tree,
+whatever `--num_draft_tokens` and `--tree` say to the others.
+
 A prompt file has one `{"turns": ["…"]}` a line; the first turn is used. With `--peer`, Hugging Face
 `transformers` decodes the same prompts in turn, plainly, by prompt lookup (`ngram`) and assisted
 (`draft_lm`), in a process that needs memory for a second copy of the models.

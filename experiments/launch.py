@@ -36,7 +36,7 @@ _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error."
 
 DRAFTER_SPECS = (
     ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
-    + ", or the folder of a drafter trained here"
+    + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts"
 )
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 
@@ -71,7 +71,14 @@ def define_rule() -> flags.FlagHolder:
 def load_drafter(
     spec: str, target: Target, num_draft_tokens: int | None, words: list[str]
 ) -> Drafter | LoadedDrafter | None:
-    """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name."""
+    """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name.
+
+    `SPEC@K` and `SPEC@TREE` say there what the other flags say for all drafters.
+    """
+    spec, marked, own = spec.partition("@")
+    if marked:
+        num_draft_tokens = int(own) if own.isdecimal() else None
+        words = [] if own.isdecimal() else own.split(",")
     if words and num_draft_tokens is not None:
         raise ValueError("give either --num_draft_tokens or --tree")
     dynamic = words[:1] == ["dynamic"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters import dynamic_tree
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.noise import Noise
 from specjax.sampling import Sampling, argmax, log_probs, sample
@@ -40,9 +41,10 @@ class TreeDrafter:
         return self.tree.depth
 
 
-def check_widths(tree: Tree, vocab_size: int) -> None:
+def check_widths(tree: Tree | DynamicTree, vocab_size: int) -> None:
     """Raises ValueError where a node has more children than there are tokens."""
-    widest = max(map(len, tree.children))
+    dynamic = isinstance(tree, DynamicTree)
+    widest = tree.top_k if dynamic else max(map(len, tree.children))
     if widest > vocab_size:
         raise ValueError(
             f"a node of {widest} children needs as many tokens, there are {vocab_size}"
@@ -62,8 +64,10 @@ def slots_of(tree: Tree, first: int) -> np.ndarray:
     return slots
 
 
-def scratch_size(tree: Tree, first: int) -> int:
+def scratch_size(tree: Tree | DynamicTree, first: int) -> int:
     """Slots that drafting a tree takes."""
+    if isinstance(tree, DynamicTree):
+        return dynamic_tree.scratch_size(tree, first)
     return int(slots_of(tree, first).max())
 
 
@@ -78,7 +82,7 @@ def draft(
     scratch: Any,
     forward: Forward,
     position: jax.Array,
-    tree: Tree,
+    tree: Tree | DynamicTree,
     sampling: Sampling | None,
     noise: Noise | None,
     *,
@@ -87,6 +91,8 @@ def draft(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Draft, Any]:
     """Drafts a chain or a tree, each token from the logits after its parent.
+
+    Of a dynamic tree `dynamic_tree.draft` says how; this is about the others.
 
     The rows of all passes go to a scratch and see their ancestors there, so that the cache is only
     read. Siblings are the likeliest tokens; with noise, those of the largest log q + Gumbel noise,
@@ -105,6 +111,12 @@ def draft(
       masked_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
       vocabulary: whose tokens the logits are of; the target's by default.
     """
+    if isinstance(tree, DynamicTree):
+        grown = dynamic_tree.draft(
+            logits, scratch, forward, position, tree, sampling, noise,
+            masked_slots=masked_slots, vocabulary=vocabulary,
+        )  # fmt: skip
+        return grown, scratch
     draft_levels = _draft_chain if tree == Tree.chain(tree.num_nodes) else _draft_tree
     choose = functools.partial(_children, sampling, noise, vocabulary)
     return draft_levels(logits, scratch, forward, position, first, masked_slots, tree, choose)

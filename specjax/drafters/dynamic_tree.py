@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters.autoregressive import Forward
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.noise import Noise
 from specjax.sampling import Sampling, log_probs
 from specjax.trees import DynamicTree
 from specjax.types import Draft
+
+if TYPE_CHECKING:
+    from specjax.drafters.autoregressive import Forward
 
 
 def scratch_size(tree: DynamicTree, first: int) -> int:

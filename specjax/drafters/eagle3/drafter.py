@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.drafters import autoregressive, dynamic_tree
+from specjax.drafters import autoregressive
 from specjax.drafters.eagle3.network import Eagle3Network, graphdef
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import DIVERGENCES, Losses, token_losses, weighted_sums
@@ -87,14 +87,7 @@ class Eagle3(autoregressive.TreeDrafter):
     def __post_init__(self):
         if self.ttt_steps < 1:
             raise ValueError(f"eagle3: ttt_steps must be at least 1, got {self.ttt_steps}")
-        if isinstance(self.tree, DynamicTree):
-            if self.tree.top_k > self.config.vocab_size:
-                raise ValueError(
-                    f"a dynamic tree of top_k {self.tree.top_k} needs as many tokens, there are "
-                    f"{self.config.vocab_size}"
-                )
-        else:
-            autoregressive.check_widths(self.tree, self.config.vocab_size)
+        autoregressive.check_widths(self.tree, self.config.vocab_size)
 
     def model(self, params: PyTree, target_params: PyTree) -> Eagle3Network:
         """The network; a head that its params lack is the target's.
@@ -158,9 +151,7 @@ class Eagle3(autoregressive.TreeDrafter):
         model = self.model(params, target_params)
         # The last row pairs the features before the anchor with the anchor; drafts go on behind it.
         position = context.length - 2
-        dynamic = isinstance(self.tree, DynamicTree)
-        scratch_size = dynamic_tree.scratch_size if dynamic else autoregressive.scratch_size
-        size = scratch_size(self.tree, 1)
+        size = autoregressive.scratch_size(self.tree, 1)
 
         def forward(tokens, positions, scratch, mask, parents):
             outputs, rows = model(
@@ -175,14 +166,10 @@ class Eagle3(autoregressive.TreeDrafter):
         empty = Scratch.empty(self.config, size, self.dtype)
         hidden = jnp.zeros((size, self.config.hidden_size), self.dtype).at[0].set(state.hidden)
         scratch = DraftRows(dataclasses.replace(empty, slot=jnp.int32(1)), hidden)
-        arguments = (
-            model.head(state.hidden), scratch, forward, position, self.tree, context.sampling, noise,
+        draft, _ = autoregressive.draft(
+            model.head(state.hidden), scratch, forward, position, self.tree, context.sampling,
+            noise, first=1, masked_slots=jnp.arange(size) == 0, vocabulary=self.vocabulary,
         )  # fmt: skip
-        options = {"masked_slots": jnp.arange(size) == 0, "vocabulary": self.vocabulary}
-        if dynamic:
-            draft = dynamic_tree.draft(*arguments, **options)
-        else:
-            draft, _ = autoregressive.draft(*arguments, first=1, **options)
         ready = state.sound & (context.length > 1)
         return dataclasses.replace(draft, num_valid=jnp.where(ready, draft.num_valid, 0)), state
 
