@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -264,8 +264,12 @@ class Trainable(Drafter, Protocol):
         """
         ...
 
-    def terms_of(self, loss: str) -> dict[str, float]:
-        """The terms of the objective that a loss stands for in a config, and their factors."""
+    def terms_of(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """The terms of the objective that are minimised, with their coefficients.
+
+        Args:
+          losses: coefficient of each loss, as a config has them.
+        """
         ...
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:

@@ -23,7 +23,8 @@ MATRICES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 def _matrix_axes(path: tuple, x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Rows and columns of a matrix; None for what is none, or a table."""
     name = name_of(path)
-    plain = ((0,), (1,)) if x.ndim == 2 and name not in EMBEDDINGS else None
+    matrix = x.ndim == 2 and min(x.shape) > 1 and name not in EMBEDDINGS
+    plain = ((0,), (1,)) if matrix else None
     return MATRICES.get(name, plain)
 
 

@@ -72,11 +72,7 @@ class Recipe:
     @property
     def terms(self) -> list[tuple[str, float]]:
         """(name, coefficient) of each term that is minimised."""
-        return [
-            (term, factor * share)
-            for loss, factor in self.losses
-            for term, share in self.drafter.terms_of(loss).items()
-        ]
+        return list(self.drafter.terms_of(dict(self.losses)).items())
 
     def traces(self, target_params: PyTree, batch: Batch) -> Trace:
         """What the target made of a batch."""

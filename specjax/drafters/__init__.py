@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.load import load_target
-from specjax.drafters import dflash, eagle3, manifest
+from specjax.drafters import dflash, dspark, eagle3, manifest
 from specjax.drafters import draft_lm as draft_lms
 from specjax.drafters.draft_lm import draft_lm
 from specjax.drafters.early_exit import early_exit
@@ -52,6 +52,12 @@ def _dflash(argument: str, target: Target, tree: Tree | None) -> LoadedDrafter:
     return dflash.load(pathlib.Path(argument), target, _length_of(tree, "dflash"))
 
 
+def _dspark(argument: str, target: Target, tree: Tree | None) -> LoadedDrafter:
+    if not argument:
+        raise ValueError("dspark needs a trained drafter: dspark:FOLDER")
+    return dspark.load(pathlib.Path(argument), target, _length_of(tree, "dspark"))
+
+
 def _length_of(tree: Tree | None, name: str) -> int | None:
     """K of a chain, None where none is given."""
     if tree is not None and tree != Tree.chain(tree.depth):
@@ -87,6 +93,7 @@ REGISTRY = {
     "draft_lm": Entry(_draft_lm, 4, ":MODEL", draft_lms.from_config, draft_lms.export),
     "eagle3": Entry(_eagle3, 4, ":FOLDER", eagle3.from_config, eagle3.export, dynamic=True),
     "dflash": Entry(_dflash, None, ":FOLDER", dflash.from_config, dflash.export),
+    "dspark": Entry(_dspark, None, ":FOLDER", dspark.from_config, dspark.export),
 }
 
 

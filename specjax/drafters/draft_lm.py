@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -174,9 +175,9 @@ class DraftLM(autoregressive.TreeDrafter):
         alpha = terms.pop("alpha")
         return {**terms, "alpha_1": alpha}
 
-    def terms_of(self, loss: str) -> dict[str, float]:
+    def terms_of(self, losses: Mapping[str, float]) -> dict[str, float]:
         """A loss is one term."""
-        return {loss: 1.0}
+        return dict(losses)
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
         """Teacher-forced: in a right draft the drafting model has read the text itself."""

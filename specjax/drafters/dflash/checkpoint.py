@@ -48,6 +48,8 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
       ValueError: the drafter is of another target or method, or damaged; the message says in what.
     """
     raw, tensors = read_folder(folder, target)
+    if any("markov_head" in name for name in tensors):
+        raise ValueError(f"{folder} is a DSpark drafter: dspark:{folder}")
     drafter = DFlash(**read_options(raw, target, folder, num_draft_tokens, DFlash.first_slot))
     params = convert.assemble(recipes(drafter), tensors, target.dtype, redundant=SHARED)
     return LoadedDrafter(drafter, unfolded(params), f"dflash:{folder}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -73,6 +74,7 @@ class DFlash:
     causal_windows: bool = True
 
     first_slot = 1  # the first that predicts: slot k gives the token of position anchor + k
+    prefix_only = False  # whether a block's drafts behind a token that is not learnt count
 
     def __post_init__(self):
         if self.num_draft_tokens < 1:
@@ -232,9 +234,9 @@ class DFlash:
         scores, anchors = jax.lax.top_k(jnp.where(wanted, drawn, -1.0), count)
         return anchors, scores >= 0
 
-    def terms_of(self, loss: str) -> dict[str, float]:
+    def terms_of(self, losses: Mapping[str, float]) -> dict[str, float]:
         """A loss is one term."""
-        return {loss: 1.0}
+        return dict(losses)
 
     def objective(
         self,
@@ -257,6 +259,8 @@ class DFlash:
         after = jnp.minimum(after, len(trace.tokens) - 1)
         own_text = inside & (trace.segments[after] == trace.segments[anchors][:, None])
         weights = trace.weights[after] * own_text * any_block[:, None]
+        if self.prefix_only:
+            weights *= jnp.cumprod(weights > 0, axis=1)
         one = functools.partial(self._values, params, target_params, losses)
         tokens = jnp.concatenate([trace.tokens, trace.tokens[:1]])
         arrays = tokens[after], tokens[after + 1], trace.hidden[after], hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -199,9 +200,13 @@ class Eagle3(autoregressive.TreeDrafter):
             earlier, outputs = (*earlier, rows), [*outputs, hidden]
         return outputs
 
-    def terms_of(self, loss: str) -> dict[str, float]:
+    def terms_of(self, losses: Mapping[str, float]) -> dict[str, float]:
         """A loss has a term for each step."""
-        return {f"{loss}_{k + 1}": self.step_decay**k for k in range(self.ttt_steps)}
+        return {
+            f"{loss}_{k + 1}": factor * self.step_decay**k
+            for loss, factor in losses.items()
+            for k in range(self.ttt_steps)
+        }
 
     def objective(
         self,
