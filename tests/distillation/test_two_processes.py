@@ -110,8 +110,8 @@ def test_two_processes_that_split_the_target_export_a_drafter(tmp_path):
         f"--config.target={model}", f"--config.data.path={tmp_path / 'text.jsonl'}",
         "--config.drafter.draft_vocab_size=40", "--config.drafter.taps=(0,1)",
         "--config.data.sequence_length=32", "--config.data.held_out=0.3", "--config.mesh.fsdp=2",
-        "--config.total_steps=6", "--config.drafter.ttt_steps=2",
-        "--config.drafter.num_draft_tokens=2",
+        "--config.total_steps=2", "--config.optimizer.warmup_steps=0", "--config.tau_prompts=1",
+        "--config.drafter.ttt_steps=1", "--config.drafter.num_draft_tokens=1",
     ]  # fmt: skip
     env = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "SPECJAX_CACHE": str(tmp_path / "cache"),

@@ -175,7 +175,8 @@ def test_gumbel_text_is_plain_samplings_text(tiny, drafter):
         assert result.tau > 1.1
 
 
-@pytest.mark.parametrize("rule", ["token", pytest.param("tree_match", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["token", "tree_match"])
 def test_joint_law_of_two_tokens_in_the_real_loop(tiny, drafter, rule):
     """Drawn drafts, and likeliest ones under a rule for point masses."""
     statistic, limit = joint_law_statistic(tiny, with_k(drafter, 2), rule=rule)
