@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specjax.drafters import eagle3
+from specjax.drafters import dflash, dspark, eagle3
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter
@@ -17,7 +17,24 @@ def _eagle3(target: Target, k: int) -> LoadedDrafter:
     )  # fmt: skip
 
 
+def _dflash(target: Target, k: int) -> LoadedDrafter:
+    """With fewer blocks a row than there are tokens to begin them at."""
+    return dflash.from_config(
+        target, 0, np.zeros(target.config.vocab_size, int), mask_token=60, taps=(0, 2),
+        num_layers=2, block_size=k + 1, num_anchors=12,
+    )  # fmt: skip
+
+
+def _dspark(target: Target, k: int) -> LoadedDrafter:
+    return dspark.from_config(
+        target, 0, np.zeros(target.config.vocab_size, int), mask_token=60, taps=(0, 2),
+        num_layers=1, block_size=k, num_anchors=64, markov_rank=8,
+    )  # fmt: skip
+
+
 TRAINEES = {
     "draft_lm": lambda target, k: draft_lm(from_layers(target, 2), target, k),
     "eagle3": _eagle3,
+    "dflash": _dflash,
+    "dspark": _dspark,
 }

@@ -222,6 +222,14 @@ def disassemble(recipes: Iterable[TensorRecipe], params: Any) -> dict[str, np.nd
     return tensors
 
 
+def is_copy(table: jax.Array, original: jax.Array) -> bool:
+    """Whether two tables are the same but for the rounding to a narrower type."""
+    if table.shape != original.shape:
+        return False
+    table, original = table.astype(jnp.float32), original.astype(jnp.float32)
+    return bool(jnp.sum((table - original) ** 2) <= 1e-4 * jnp.sum(original**2))
+
+
 def nest(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     """{("blocks", 0, "qkv"): x} → {"blocks": {0: {"qkv": x}}}."""
     tree: dict[str, Any] = {}

@@ -79,14 +79,13 @@ class Recipe:
         return traces(self.graphdef, target_params, self.drafter.taps, batch)
 
     def row_terms(
-        self, params: PyTree, target_params: PyTree, batch: Batch, key: jax.Array
+        self, params: PyTree, target_params: PyTree, batch: Batch, keys: jax.Array
     ) -> Terms:
-        """The objective's terms, summed over the rows of a batch `[B, T]`."""
+        """The objective's terms, summed over the rows of a batch `[B, T]`; each row has its key."""
         losses = Losses(tuple(name for name, _ in self.losses), self.remat)
         params = compute_params(params, self.dtype)
         one = functools.partial(self.drafter.objective, params, target_params, losses=losses)
         trace = self.traces(target_params, batch)
-        keys = jax.random.split(key, trace.tokens.shape[0])
         if len(keys) == 1:  # conditions stay conditions
             return one(*jax.tree.map(lambda x: x[0], (trace, keys)))
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(trace, keys))
@@ -135,18 +134,18 @@ def train_step(
     Returns:
       The state, and metrics: `loss`, every term's mean, `grad_norm`, `param_norm`.
     """
-    count = jax.tree.leaves(batch)[0].shape[0]
-    keys = jax.random.split(jax.random.fold_in(state.key, state.step), count)
+    shape = batch["tokens"].shape[:2]
+    keys = jax.random.split(jax.random.fold_in(state.key, state.step), shape)  # by row, uncut
 
-    def weights(micro: Batch, key: jax.Array) -> dict[str, jax.Array]:
-        terms = recipe.row_terms(state.params, target_params, micro, key)
+    def weights(micro: Batch, keys: jax.Array) -> dict[str, jax.Array]:
+        terms = recipe.row_terms(state.params, target_params, micro, keys)
         return {name: weight for name, (_, weight) in terms.items()}
 
     # Weights depend on the text alone, so that XLA leaves the networks out of this.
     totals = jax.tree.map(lambda x: jnp.maximum(x.sum(0), 1e-9), jax.vmap(weights)(batch, keys))
 
-    def share(params: PyTree, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict]:
-        terms = recipe.row_terms(params, target_params, micro, key)
+    def share(params: PyTree, micro: Batch, keys: jax.Array) -> tuple[jax.Array, dict]:
+        terms = recipe.row_terms(params, target_params, micro, keys)
         means = {name: value / totals[name] for name, (value, _) in terms.items()}
         return sum(factor * means[name] for name, factor in recipe.terms), means
 
@@ -177,7 +176,8 @@ def evaluation_step(
     recipe: Recipe, params: PyTree, target_params: PyTree, batch: Batch, key: jax.Array
 ) -> Terms:
     """The terms of a batch `[B, T]`, summed over its rows."""
-    return recipe.row_terms(params, target_params, batch, key)
+    keys = jax.random.split(key, batch["tokens"].shape[0])
+    return recipe.row_terms(params, target_params, batch, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe",))

@@ -16,7 +16,7 @@ from specjax.decoding import decode as decoding
 from specjax.decoding.autoregressive import PlainState, plain_loop
 from specjax.decoding.prefill import prefill, prefill_chunk
 from specjax.decoding.speculative import Counts, SpeculativeState, speculative_loop
-from specjax.drafters import NGram
+from specjax.drafters import NGram, dflash, eagle3
 from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.target import random_target
@@ -121,10 +121,15 @@ def temporaries(kind, max_len, sampled, batch=2):
         num_kv_heads=2, head_dim=128, tie_embeddings=True, context_length=8192,
     )  # fmt: skip
     target = random_target(config)
+    counts, small = np.zeros(61, int), {"taps": (0, 1), "num_draft_tokens": 4}
     loaded = {
-        "draft_lm": drafters.draft_lm(target, target, 4),
-        "early_exit": drafters.early_exit(target, 2, 4),
-    }.get(kind)
+        "draft_lm": lambda: drafters.draft_lm(target, target, 4),
+        "early_exit": lambda: drafters.early_exit(target, 2, 4),
+        "eagle3": lambda: eagle3.from_config(target, 0, counts, draft_vocab_size=40, **small),
+        "dflash": lambda: dflash.from_config(
+            target, 0, counts, mask_token=60, num_layers=2, block_size=5, **small
+        ),
+    }.get(kind, lambda: None)()
     drafter = {"plain": None}.get(kind, loaded.drafter if loaded else NGram(4))
     params = loaded.params if loaded else ()
     width = {"plain": 1, "prefill": 32}.get(kind, 5)
@@ -156,7 +161,7 @@ def temporaries(kind, max_len, sampled, batch=2):
     return memory.temp_size_in_bytes, 4 * batch * config.num_heads * width * max_len
 
 
-LOOPS = ("plain", "ngram", "draft_lm", "early_exit")
+LOOPS = ("plain", "ngram", "draft_lm", "early_exit", "eagle3", "dflash")
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,35 @@ def test_terms_are_those_of_every_block_by_itself(tiny, drafter, texts):
     np.testing.assert_allclose(remat["forward_kl"], terms["forward_kl"], rtol=1e-5)
 
 
+def test_texts_of_a_row_do_not_see_each_other(tiny, drafter, texts):
+    """Packed, each text's blocks and agreement are those that it has alone."""
+    traces = trace_of(tiny, drafter.drafter, PROMPTS, texts)
+    one, two = row_of(traces, 0), row_of(traces, 3)
+    sizes = int(one.segments.sum()), int(two.segments.sum())
+    joined = jax.tree.map(
+        lambda x, y: jnp.concatenate([x[: sizes[0]], y[: sizes[1]]]),
+        one,
+        dataclasses.replace(two, segments=2 * two.segments),
+    )
+    run = functools.partial(block_logits, drafter.drafter, drafter.params, tiny.params)
+    anchors = jnp.array([5, 9, 30])
+    together = run(joined, jnp.concatenate([anchors, anchors + sizes[0]]), 4)
+    alone = jnp.concatenate([run(x, anchors, 4) for x in (one, two)])
+    assert np.abs(together - alone).max() <= 1e-4
+    agree = functools.partial(drafter.drafter.agreement, drafter.params, tiny.params)
+    supervised = np.asarray(joined.weights) > 0
+    apart = np.concatenate([agree(x)[:n] for x, n in zip((one, two), sizes, strict=True)])
+    np.testing.assert_array_equal(np.asarray(agree(joined))[supervised], apart[supervised])
+
+
+def test_nothing_is_drafted_once_a_row_was_not_finite(tiny, drafter, texts):
+    norm = {"scale": drafter.params["fused_norm"]["scale"].at[0].set(jnp.nan)}
+    blind = dataclasses.replace(drafter, params=drafter.params | {"fused_norm": norm})
+    result = specjax.decode(tiny, blind, PROMPTS[:2], max_new_tokens=40)
+    assert [row.tolist() for row in result.tokens] == texts[:2]
+    assert max(row.max() for row in result.drafted) == 0
+
+
 def test_anchors(tiny, drafter, texts):
     trace = row_of(trace_of(tiny, drafter.drafter, PROMPTS, texts), 2)
     wanted = np.flatnonzero(trace.weights)
@@ -312,6 +341,9 @@ def changed_export(drafter, target, folder, config, tensors):
         ({"dflash_config": {"mask_token_id": None}}, {}, "config.json has no mask_token_id"),
         ({"architectures": ["DFlash2DraftModel"]}, {}, "is a DFlash 2 drafter"),
         ({}, {"candidate_selector.predecessor_codebook": np.zeros(1, np.float32)}, "a DFlash 2"),
+        ({"markov_rank": 0}, {}, "its anchor's slot predicts, too, as in DSpark"),
+        ({}, {"embed_tokens.weight": np.zeros((61, 32), np.float32)}, "is not that of random"),
+        ({"is_causal": True}, {}, "is_causal with layers of full attention is not supported"),
         ({"output_multiplier": 2.0}, {}, "output_multiplier=2.0 is not supported"),
         ({}, {"hidden_norm.weight": None}, "missing: hidden_norm.weight"),
     ],
@@ -338,7 +370,7 @@ def test_what_looks_wrong_is_told(tiny, drafter, tmp_path, caplog):
 def test_mask_tokens_that_the_text_has_are_refused(tiny):
     counts = np.arange(61)
     for token in (5, 60):
-        with pytest.raises(ValueError, match="never says, like 0"):
+        with pytest.raises(ValueError, match="never says, like 0$"):
             dflash.from_config(tiny, 0, counts, mask_token=token, taps=(0, 1))
     with pytest.raises(ValueError, match="mask_token 61 is outside the vocabulary of 61"):
         dflash.from_config(tiny, 0, counts, mask_token=61, taps=(0, 1))

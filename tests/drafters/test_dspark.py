@@ -223,6 +223,26 @@ def test_replayed_cycles_are_the_loops(tiny, drafter, texts):
         np.testing.assert_array_equal(cycles, counted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_bfloat16_keeps_its_types(tiny, texts, kind):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, tiny.params)
+    target = dataclasses.replace(tiny, params=narrow)
+    loaded = dspark.from_config(
+        target, 0, np.zeros(61, int), mask_token=60, num_layers=1, block_size=3, taps=(0, 1),
+        num_anchors=8, markov_rank=8, markov_head=kind,
+    )  # fmt: skip
+    # As a trainer hands them over: vectors stay float32.
+    wide = jax.tree.map(lambda x: x if x.ndim > 1 else x.astype(jnp.float32), loaded.params)
+    loaded = dataclasses.replace(loaded, params=wide)
+    trace = row_of(trace_of(target, loaded.drafter, PROMPTS, texts), 2)
+    terms = terms_of(loaded.drafter, wide, narrow, trace, jax.random.key(0))
+    assert all(np.isfinite(value) for value, _ in terms.values())
+    result = specjax.decode(target, loaded, PROMPTS[:1], max_new_tokens=6)
+    plain = specjax.decode(target, None, PROMPTS[:1], max_new_tokens=6)
+    assert result.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
 # --- checkpoints -------------------------------------------------------------------------------------
 
 

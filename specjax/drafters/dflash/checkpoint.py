@@ -23,7 +23,7 @@ from specjax.drafters.dflash.drafter import DFlash
 from specjax.drafters.fusion import folded, fusion_recipe, unfolded
 from specjax.models.config import ModelConfig, config_from_hf
 from specjax.models.target import Target
-from specjax.models.transformer import check_taps
+from specjax.models.transformer import check_taps, head_of
 from specjax.types import LoadedDrafter
 
 _log = logging.getLogger(__name__)
@@ -50,12 +50,30 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
     raw, tensors = read_folder(folder, target)
     if any("markov_head" in name for name in tensors):
         raise ValueError(f"{folder} is a DSpark drafter: dspark:{folder}")
+    own = {**raw, **(raw.get("dflash_config") or {})}
+    if own.get("sample_from_anchor") or "markov_rank" in own:
+        raise ValueError(
+            f"{folder}: its anchor's slot predicts, too, as in DSpark; without a Markov head that is "
+            "not supported"
+        )
     drafter = DFlash(**read_options(raw, target, folder, num_draft_tokens, DFlash.first_slot))
+    check_copies(tensors, target, folder)
     params = convert.assemble(recipes(drafter), tensors, target.dtype, redundant=SHARED)
     return LoadedDrafter(drafter, unfolded(params), f"dflash:{folder}")
 
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the target's
+
+
+def check_copies(
+    tensors: Mapping[str, convert.Tensor], target: Target, folder: pathlib.Path
+) -> None:
+    """Raises ValueError where a folder has tables of another target."""
+    for name, table in zip(
+        SHARED, (target.params["embedding"], head_of(target.params)), strict=True
+    ):
+        if name in tensors and not convert.is_copy(jnp.asarray(tensors[name].read()), table):
+            raise ValueError(f"{folder}: its {name} is not that of {target.name}")
 
 
 def read_folder(
@@ -66,7 +84,7 @@ def read_folder(
         raise FileNotFoundError(f"{folder} is no drafter's folder: no config.json")
     raw = huggingface.read_json(folder / "config.json")
     manifest.check_target(folder, target)
-    tensors = huggingface.folder_tensors(folder)
+    tensors = huggingface.folder_tensors(folder, other_types=("I64", "I32", "BOOL"))
     tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
     second = any("candidate_selector" in name or "_conv." in name for name in tensors)
     if second or "DFlash2DraftModel" in (raw.get("architectures") or ()):
@@ -104,7 +122,7 @@ def read_options(
                 f"{folder} does not fit {target.name}: it has {what} {drafter_has}, not {target_has}"
             )
     taps = own.get("target_layer_ids")
-    if "aux_hidden_state_layer_ids" in raw:  # counts the blocks that read the features
+    if raw.get("aux_hidden_state_layer_ids"):  # counts the blocks that read the features
         taps = [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]]
     if taps is None:
         taps = default_taps(wanted.num_layers, config.num_layers)
@@ -113,6 +131,13 @@ def read_options(
     block_size, mask_token = own.get("block_size", 16), own.get("mask_token_id")
     if mask_token is None:
         raise ValueError(f"{folder}: config.json has no mask_token_id")
+    if mask_token in said_tokens(target):
+        _log.warning(
+            "%s: its mask token %d is a stop token or padding of %s",
+            folder,
+            mask_token,
+            target.name,
+        )
     most = block_size - first_slot
     if num_draft_tokens is not None and num_draft_tokens > most:
         _log.warning(
@@ -140,6 +165,8 @@ def _layers(layer: Mapping[str, Any]) -> ModelConfig:
     plain = {key: x for key, x in layer.items() if key != "use_sliding_window"}
     config = config_from_hf({**plain, "tie_word_embeddings": False})
     kinds = layer.get("layer_types") or ()
+    if layer.get("is_causal") and set(kinds) != {"sliding_attention"}:
+        raise ValueError("config.json: is_causal with layers of full attention is not supported")
     if "sliding_attention" not in kinds:
         return config
     if not layer.get("sliding_window"):
@@ -157,11 +184,17 @@ def _warn_of_shifted(taps: tuple[int, ...], num_layers: int, folder: pathlib.Pat
         usual = default_taps(num_layers, len(taps))
     except ValueError:
         return
-    if taps == tuple(tap + 1 for tap in usual):
+    if any(taps == tuple(tap + by for tap in usual) for by in (1, -1)):
         _log.warning(
             "%s: target_layer_ids %s look shifted by one: the usual ones are %s, outputs of blocks "
             "counted from 0", folder, list(taps), list(usual),
         )  # fmt: skip
+
+
+def said_tokens(target: Target) -> set[int]:
+    """Stop tokens and padding: what no mask can be."""
+    padding = None if target.tokenizer is None else target.tokenizer.pad_token_id
+    return {*target.stop_tokens, *([] if padding is None else [padding])}
 
 
 def recipes(drafter: DFlash) -> Iterator[convert.TensorRecipe]:
@@ -196,15 +229,19 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
 def describe(drafter: DFlash, target: Target) -> dict[str, Any]:
     """What a `config.json` says of the layers."""
     config = drafter.config
+    if not config.qk_norm:
+        _log.warning("%s: other engines norm queries and keys, this drafter does not", target.name)
     described = config_to_hf(config)
+    rope = described["rope_parameters"]
     slides = config.sliding_layers or (False,) * config.num_layers
     return described | {
         "num_target_layers": target.config.num_layers,
         "rope_theta": config.rope_theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
         "use_sliding_window": any(slides),
         "sliding_window": config.sliding_window if any(slides) else None,
-        "is_causal": drafter.causal_windows if any(slides) else None,
+        "is_causal": False if any(slides) and not drafter.causal_windows else None,
         "input_embedding_scale": drafter.embedding_scale,
         "dtype": drafter.dtype.name,
     }

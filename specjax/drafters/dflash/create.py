@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.drafters.dflash.checkpoint import default_taps
+from specjax.drafters.dflash.checkpoint import default_taps, load, said_tokens
 from specjax.drafters.dflash.drafter import DFlash
 from specjax.drafters.dflash.network import DFlashNetwork
 from specjax.drafters.fusion import measured_scale
@@ -23,7 +25,8 @@ def from_config(
     seed: int,
     token_counts: np.ndarray,
     *,
-    mask_token: int,
+    model: str = "",
+    mask_token: int = -1,
     num_layers: int = 5,
     block_size: int = 16,
     taps: tuple[int, ...] = (),
@@ -42,6 +45,7 @@ def from_config(
       target: what it drafts for.
       seed: of random weights.
       token_counts: `[V]`, how often the target says each token in the training text.
+      model: folder of a drafter to go on with; only what is said of training and K then counts.
       mask_token: a token that no text has; neither a stop token nor padding.
       num_layers: of the trunk.
       block_size: anchor and masks.
@@ -52,11 +56,18 @@ def from_config(
       num_draft_tokens: K when it decodes; 0 for the whole block.
       num_anchors, decay, random_anchors, strict_anchors: as in `DFlash`.
     """
+    training = {
+        "num_anchors": num_anchors, "decay": decay, "random_anchors": random_anchors,
+        "strict_anchors": strict_anchors,
+    }  # fmt: skip
+    if model:
+        loaded = load(pathlib.Path(model), target, num_draft_tokens or None)
+        return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, **training))
     layers = first_layers(target, num_layers, taps, num_taps, intermediate_size, qk_norm)
     check_mask_token(mask_token, target, token_counts)
     drafter = DFlash(
         *layers, block_size, mask_token, num_draft_tokens or block_size - DFlash.first_slot,
-        num_anchors, decay, random_anchors, strict_anchors,
+        **training,
     )  # fmt: skip
     return LoadedDrafter(drafter, first_params(drafter, target, seed, token_counts), "dflash")
 
@@ -84,10 +95,13 @@ def check_mask_token(mask_token: int, target: Target, token_counts: np.ndarray) 
         raise ValueError(
             f"mask_token {mask_token} is outside the vocabulary of {len(token_counts)}"
         )
-    if mask_token in target.stop_tokens or token_counts[mask_token]:
+    taken = np.asarray(token_counts) > 0
+    taken[sorted(said_tokens(target))] = True
+    if taken[mask_token]:
+        free = np.flatnonzero(~taken)
         raise ValueError(
-            f"mask_token {mask_token} is a stop token or part of the text: choose one that the "
-            f"target never says, like {int(np.argmin(token_counts))}"
+            f"mask_token {mask_token} is a stop token, padding or part of the text: choose one that "
+            f"the target never says, like {free[-1] if free.size else 'a new one'}"
         )
 
 

@@ -203,6 +203,19 @@ class DFlash:
         """
         model = self.model(params, target_params)
         context, _ = model.context_rows(trace.features, trace.positions)
+        return self._blocks(model, target_params, trace, context, anchors, width, remat)
+
+    def _blocks(
+        self,
+        model: DFlashNetwork,
+        target_params: PyTree,
+        trace: Trace,
+        context: KVCache,
+        anchors: jax.Array,
+        width: int,
+        remat: bool,
+    ) -> jax.Array:
+        """`blocks_at`, given the context's rows."""
         indices, slots = jnp.arange(len(trace.tokens)), jnp.arange(width)
         group = min(len(anchors), max(1, 256 // width))
 
@@ -214,7 +227,7 @@ class DFlash:
             number = jnp.repeat(jnp.arange(len(anchors)), width)
             hidden = model(
                 embedded.reshape(-1, embedded.shape[-1]), positions, context, trace.positions,
-                sees, number[:, None] == number, causal_windows=self.causal_windows,
+                sees, number[:, None] == number, causal_windows=self.causal_windows, remat=remat,
             )  # fmt: skip
             return hidden.reshape(embedded.shape)
 
@@ -305,8 +318,11 @@ class DFlash:
         width, depth = self.num_draft_tokens + self.first_slot, self.num_draft_tokens
         indices = jnp.arange(len(trace.tokens))
 
+        model = self.model(params, target_params)
+        context, _ = model.context_rows(trace.features, trace.positions)
+
         def one(group: jax.Array) -> jax.Array:
-            states = self.blocks_at(params, target_params, trace, group, width)
+            states = self._blocks(model, target_params, trace, context, group, width, False)
             after = group[:, None] + jnp.arange(depth)
             before = trace.tokens.at[after].get(mode="clip")
             return self._likeliest(params, target_params, states[:, self.first_slot :], before)

@@ -1,7 +1,7 @@
 """DSpark drafters on disk: DFlash's trunk with `markov_head.*` and `confidence_head.*`.
 
-DeepSpec writes the keys of its config flat, and copies of the target's embedding and head; the latter
-are not read.
+DeepSpec writes the keys of its config flat, and copies of the target's embedding and head; they must be
+the target's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specjax.drafters.dflash import checkpoint as dflash
 from specjax.drafters.dspark.drafter import DSpark
 from specjax.drafters.fusion import folded, unfolded
 from specjax.models.target import Target
+from specjax.models.transformer import head_of
 from specjax.types import LoadedDrafter
 
 MIXES = {"gated": "gate_proj", "rnn": "joint_proj"}
@@ -49,6 +50,7 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
         confidence=float(bool(own.get("enable_confidence_head", False))),
         confidence_with_markov=bool(own.get("confidence_head_with_markov", True)),
     )
+    dflash.check_copies(tensors, target, folder)
     params = convert.assemble(
         recipes(drafter, tensors), tensors, target.dtype, redundant=dflash.SHARED
     )
@@ -84,11 +86,13 @@ def _bias(path: tuple[str, ...], name: str, size: int) -> TensorRecipe:
 
 
 def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
-    """Writes the drafter as DeepSpec does, without its copies of the target's tables."""
+    """Writes the drafter as DeepSpec does, with copies of the target's embedding and head."""
     drafter = loaded.drafter
     folder.mkdir(parents=True, exist_ok=True)
     params = folded(jax.device_get(loaded.params))
     tensors = convert.disassemble(recipes(drafter), params)
+    tables = target.params["embedding"], head_of(target.params)
+    tensors |= {k: np.asarray(x) for k, x in zip(dflash.SHARED, tables, strict=True)}
     save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
     described = dflash.describe(drafter, target) | {
         "architectures": ["Qwen3DSparkModel"],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+
 import numpy as np
 from flax import nnx
 
 from specjax.drafters.dflash.create import check_mask_token, first_layers, first_params
+from specjax.drafters.dspark.checkpoint import load
 from specjax.drafters.dspark.drafter import DSpark, new_confidence, new_markov
 from specjax.models.target import Target
 from specjax.types import LoadedDrafter
@@ -16,7 +20,8 @@ def from_config(
     seed: int,
     token_counts: np.ndarray,
     *,
-    mask_token: int,
+    model: str = "",
+    mask_token: int = -1,
     num_layers: int = 5,
     block_size: int = 7,
     taps: tuple[int, ...] = (),
@@ -35,13 +40,21 @@ def from_config(
     detach_confidence: bool = False,
 ) -> LoadedDrafter:
     """The trunk as DFlash's, the heads near zero; the arguments are those of both drafters."""
+    training = {
+        "num_anchors": num_anchors, "decay": decay, "random_anchors": random_anchors,
+        "strict_anchors": strict_anchors, "detach_confidence": detach_confidence,
+    }  # fmt: skip
+    if model:
+        loaded = load(pathlib.Path(model), target, num_draft_tokens or None)
+        if loaded.drafter.confidence:
+            training["confidence"] = confidence
+        return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, **training))
     layers = first_layers(target, num_layers, taps, num_taps, intermediate_size, qk_norm)
     check_mask_token(mask_token, target, token_counts)
     drafter = DSpark(
         *layers, block_size, mask_token, num_draft_tokens or block_size - DSpark.first_slot,
-        num_anchors, decay, random_anchors, strict_anchors, markov_rank=markov_rank,
-        markov_head=markov_head, confidence=confidence,
-        confidence_with_markov=confidence_with_markov, detach_confidence=detach_confidence,
+        markov_rank=markov_rank, markov_head=markov_head, confidence=confidence,
+        confidence_with_markov=confidence_with_markov, **training,
     )  # fmt: skip
     params = first_params(drafter, target, seed, token_counts)
     params["markov"] = nnx.to_pure_dict(nnx.state(new_markov(drafter, nnx.Rngs(seed + 1))))

@@ -61,7 +61,8 @@ class MarkovHead(nnx.Module):
         if self.kind == "vanilla":
             return embedded, state
         parts = [hidden, embedded] if self.kind == "gated" else [state, embedded, hidden]
-        mixed = jnp.concatenate(parts) @ self.mix[...] + self.mix_bias[...]
+        mix = self.mix[...]
+        mixed = jnp.concatenate(parts) @ mix + self.mix_bias[...].astype(mix.dtype)
         if self.kind == "gated":
             return jax.nn.sigmoid(mixed) * embedded, state
         gate, candidate, output = jnp.split(mixed, 3)

@@ -76,7 +76,7 @@ def load(folder: pathlib.Path, target: Target, tree: Tree | DynamicTree) -> Load
     ):
         if name not in params:
             _log.info("%s has no %s: the target's is used", folder, theirs)
-        elif _is_copy(params[name], shared):
+        elif convert.is_copy(params[name], shared):
             del params[name]
     drafter = Eagle3(config, taps, jnp.dtype(target.dtype), vocabulary, tree, **options)
     return LoadedDrafter(drafter, params, f"eagle3:{folder}")
@@ -133,14 +133,6 @@ def _recipes(
         yield convert.table_recipe(("head_weight",), "lm_head", (config.vocab_size, depth))
     if "embed_tokens.weight" in kept:
         yield convert.table_recipe(("embedding",), "embed_tokens", (target_vocab_size, depth))
-
-
-def _is_copy(table: jax.Array, original: jax.Array) -> bool:
-    """Whether two tables are the same but for the rounding to a narrower type."""
-    if table.shape != original.shape:
-        return False
-    table, original = table.astype(jnp.float32), original.astype(jnp.float32)
-    return bool(jnp.sum((table - original) ** 2) <= 1e-4 * jnp.sum(original**2))
 
 
 def _vocabulary(
