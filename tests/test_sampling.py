@@ -102,6 +102,7 @@ def test_no_token_without_mass_is_drawn():
         assert int(invert(weights, jnp.float32(uniform))) in (3, 40_000, 69_000)
 
 
+@pytest.mark.slow
 def test_rare_tokens_are_drawn_as_often_as_they_should():
     """Tokens of 1e-7 each, 2e-3 together: float32's usual Gumbel noise draws less than half."""
     log_p = jnp.log(jnp.append(jnp.full(20_000, 1e-7), 0.998))

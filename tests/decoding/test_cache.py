@@ -168,7 +168,11 @@ LOOPS = ("plain", "ngram", "draft_lm", "early_exit", "eagle3", "dflash")
     ("kind", "sampled"),
     [
         ("prefill", False),
-        *((kind, False) for kind in LOOPS),
+        *((kind, False) for kind in ("plain", "draft_lm", "eagle3")),
+        *(
+            pytest.param(kind, False, marks=pytest.mark.slow)
+            for kind in ("ngram", "early_exit", "dflash")
+        ),
         *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in LOOPS),
     ],
 )
@@ -180,7 +184,7 @@ def test_no_cache_is_ever_copied(kind, sampled):
     assert large - small <= allowed < one_array
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_programs_are_reused(tiny, monkeypatch, temperature):
     """One trace per (bucket, batch, drafter, widths), whatever prompts, budgets, temperature, key."""
     traces = []

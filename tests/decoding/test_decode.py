@@ -136,7 +136,7 @@ def test_budgets_of_each_row(tiny, texts):
             assert row.tolist() == text[:budget]
 
 
-@pytest.mark.parametrize("k", [0, 2, 8])
+@pytest.mark.parametrize("k", [0, 2, pytest.param(8, marks=pytest.mark.slow)])
 def test_cache_full_uses_every_row(tiny, texts, k):
     """`max_len` counts the user's tokens: all of them can be used, for every K."""
     prompt = PROMPTS[2]

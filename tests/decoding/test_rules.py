@@ -264,7 +264,7 @@ def temporaries(kind, rule):
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("draft_lm", RULES["tree_traversal"]),
+        pytest.param("draft_lm", RULES["tree_traversal"], marks=pytest.mark.slow),
         pytest.param("early_exit", RULES["gumbel"], marks=pytest.mark.slow),
         pytest.param("traced", greedy, marks=pytest.mark.slow),
     ],
@@ -381,9 +381,7 @@ LAWS = {
 @pytest.mark.parametrize(
     "rule",
     [
-        pytest.param(
-            rule, marks=[pytest.mark.slow] * (rule in ("token", "tree_without_replacement"))
-        )
+        pytest.param(rule, marks=[pytest.mark.slow] * (rule not in ("block", "tree_traversal")))
         for rule in LAWS
     ],
 )
@@ -405,6 +403,7 @@ def test_draft_noise_of_token_positions_would_be_caught(monkeypatch):
     assert statistic > 2 * limit
 
 
+@pytest.mark.slow
 def test_noise_shared_by_draft_and_correction_would_be_caught(monkeypatch):
     uniforms = Noise.uniforms
 

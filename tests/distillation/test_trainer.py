@@ -49,7 +49,10 @@ def examples(tiny):
     ]
 
 
-EVERY = pytest.mark.parametrize("name", list(TRAINEES))
+def trained(*fast, slow=()):
+    """Drafters by name; some only among the slow tests."""
+    late = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+    return pytest.mark.parametrize("name", [*fast, *late])
 
 
 def run(tiny, examples, workdir, *, name="draft_lm", **changes):
@@ -70,7 +73,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.slow
-@EVERY
+@trained("draft_lm", "eagle3", "dspark")
 def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path, name):
     """Then every draft of it is accepted whole, sampled, too, where top-k 1 keeps to that text."""
     one = examples[:1]
@@ -135,7 +138,7 @@ def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0, name="draft_lm"):
     return steps.train_step(recipe, state, tiny.params, batch)
 
 
-@EVERY
+@trained("draft_lm", "eagle3", slow=("dflash", "dspark"))
 def test_micro_batches_change_nothing(tiny, examples, name):
     """Also where their supervised tokens differ in number: sums are divided once."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
@@ -148,7 +151,7 @@ def test_micro_batches_change_nothing(tiny, examples, name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, cut.params)
 
 
-@EVERY
+@trained("eagle3", slow=("draft_lm", "dspark"))
 def test_muon_takes_a_step(tiny, examples, name):
     """Matrices by Muon, the rest by Adam; every moment lies where its param does."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
@@ -243,8 +246,7 @@ print(outcome.step, outcome.preempted, repr(total))
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (signal.SIGTERM, "draft_lm"), ("full disk", "draft_lm"),
-        *((signal.SIGKILL, name) for name in TRAINEES),
+        (signal.SIGTERM, "draft_lm"), ("full disk", "draft_lm"), (signal.SIGKILL, "eagle3"),
     ],
 )  # fmt: skip
 def test_resuming_is_bitwise(tmp_path, kind, name):
@@ -300,6 +302,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, examples, tmp_pa
     assert told == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_read_are_not_thrown_away(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4)
     for path in (tmp_path / "checkpoints/last").rglob("*"):
@@ -453,7 +456,7 @@ def test_a_mesh_must_divide_the_batch():
 
 
 @pytest.mark.slow
-@EVERY
+@trained("draft_lm", "eagle3", "dspark")
 def test_a_mesh_changes_nothing(name):
     """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
 

@@ -163,6 +163,7 @@ def test_greedy_text_of_other_k_and_one_prompt(tiny, drafter, texts, k):
     assert result.tokens[0].tolist() == texts[2]
 
 
+@pytest.mark.slow
 def test_gumbel_text_is_plain_samplings_text(tiny, drafter):
     options = {
         "max_new_tokens": 40, "temperature": [1, 0.7, 1, 0.7, 1], "top_k": [0, 20, 0, 5, 0],

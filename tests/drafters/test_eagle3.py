@@ -591,6 +591,7 @@ def test_a_drafter_with_the_whole_vocabulary_and_the_targets_head(tiny, texts, t
     assert again.params.keys() == params.keys()
 
 
+@pytest.mark.slow
 def test_options_of_normed_queries_and_streams(tiny, drafter, texts):
     """They change the drafts and not the text; bfloat16 keeps its types through all of it."""
     loaded = eagle3.from_config(tiny, 0, np.ones(61), taps=(0, 1), qk_norm=True, num_draft_tokens=2)

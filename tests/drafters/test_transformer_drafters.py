@@ -251,7 +251,8 @@ def test_joint_law_of_two_tokens_in_the_real_loop(tiny, small, name):
     assert statistic < limit
 
 
-@pytest.mark.parametrize("name", ["draft_lm", pytest.param("early_exit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft_lm", "early_exit"])
 def test_a_drafter_that_draws_from_another_law_than_it_reports_is_caught(
     tiny, small, name, monkeypatch
 ):
