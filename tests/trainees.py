@@ -11,8 +11,9 @@ from specjax.types import LoadedDrafter
 
 
 def _eagle3(target: Target, k: int) -> LoadedDrafter:
+    """It drafts all tokens but the first few."""
     return eagle3.from_config(
-        target, 0, np.ones(target.config.vocab_size), taps=(0, 1, 2), draft_vocab_size=56,
+        target, 0, np.arange(target.config.vocab_size), taps=(0, 1, 2), draft_vocab_size=60,
         ttt_steps=k, num_draft_tokens=k,
     )  # fmt: skip
 
@@ -28,7 +29,7 @@ def _dflash(target: Target, k: int) -> LoadedDrafter:
 def _dspark(target: Target, k: int) -> LoadedDrafter:
     return dspark.from_config(
         target, 0, np.zeros(target.config.vocab_size, int), mask_token=60, taps=(0, 2),
-        num_layers=1, block_size=k, num_anchors=64, markov_rank=8,
+        num_layers=2, block_size=k, num_anchors=64, markov_rank=8,
     )  # fmt: skip
 
 

@@ -78,8 +78,9 @@ def test_one_text_is_learnt_by_heart(tiny, examples, tmp_path, name):
     """Then every draft of it is accepted whole, sampled, too, where top-k 1 keeps to that text."""
     one = examples[:1]
     trained = run(
-        tiny, one, tmp_path, name=name, total_steps=200, save_every=1000, alpha_every=0
-    ).drafter
+        tiny, one, tmp_path, name=name, save_every=1000, alpha_every=0, log_every=1000,
+        total_steps=200 if name == "draft_lm" else 400,
+    ).drafter  # fmt: skip
     fresh = TRAINEES[name](tiny, 4)
     for sampling in ({}, {"temperature": 1.0, "top_k": 1, "key": jax.random.key(0)}):
         before, after = (
