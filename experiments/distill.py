@@ -94,7 +94,8 @@ def first_drafter(
     if loaded.drafter.taps:
         raise ValueError(
             "init_from has weights only; a drafter of features goes on from its folder, which knows "
-            f"its taps and vocabulary: --config.drafter.model={config.init_from}/drafter"
+            f'its taps and vocabulary: drafter = {{"name": …, "model": "{config.init_from}/drafter"}} '
+            "in a config of your own"
         )
     masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), loaded.params)
     with Checkpoints(config.init_from, read_only=True) as checkpoints:
