@@ -457,7 +457,7 @@ def test_a_mesh_must_divide_the_batch():
 
 
 @pytest.mark.slow
-@trained("draft_lm", "eagle3", "dspark")
+@trained("draft_lm", "eagle3")
 def test_a_mesh_changes_nothing(name):
     """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
 
