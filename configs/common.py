@@ -72,6 +72,22 @@ def for_smollm2_on_a_cpu(config: ConfigDict) -> None:
     config.alpha_every = config.save_every = 50
 
 
+def from_scratch(config: ConfigDict) -> None:
+    """The same time in many small steps, for drafters that begin at random."""
+    config.data.batch_size = config.accumulate = 1
+    config.total_steps = 700
+    config.optimizer.warmup_steps = 40
+    config.log_every = 25
+    config.alpha_every = config.save_every = 100
+
+
+def dspark_loss(config: ConfigDict) -> None:
+    """0.1 cross-entropy and 0.9 of the L1 distance, which is two total variations (DSpark, 2026)."""
+    config.loss.forward_kl = 0.0
+    config.loss.cross_entropy = 0.1
+    config.loss.total_variation = 1.8
+
+
 def for_mode(config: ConfigDict, mode: str) -> ConfigDict:
     """The config itself, or for `runlocal` one that two CPU cores finish in two minutes.
 

@@ -30,10 +30,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.total_steps = 25000
     config.optimizer.learning_rate = 6e-4
     config.optimizer.warmup_steps = 1000
-    config.loss.forward_kl = 0.0
-    # 0.9 of the L1 distance, which is two total variations.
-    config.loss.cross_entropy = 0.1
-    config.loss.total_variation = 1.8
+    common.dspark_loss(config)
     config.alpha_every = config.save_every = 1000
     if mode == "runlocal":
         config.target = "smollm2"

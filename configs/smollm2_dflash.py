@@ -16,14 +16,9 @@ def get_config(mode: str = "") -> ConfigDict:
     """The config; `mode` is empty or `runlocal`."""
     config = common.get_config()
     common.for_smollm2_on_a_cpu(config)
+    common.from_scratch(config)
     config.drafter = {
         "name": "dflash", "mask_token": 4, "num_layers": 2, "block_size": 8, "taps": (),
         "num_taps": 5, "num_anchors": 48, "decay": 4.0, "random_anchors": True,
     }  # fmt: skip
-    # From scratch: many small steps.
-    config.data.batch_size = config.accumulate = 1
-    config.total_steps = 700
-    config.optimizer.warmup_steps = 40
-    config.log_every = 25
-    config.alpha_every = config.save_every = 100
     return common.for_mode(config, mode)

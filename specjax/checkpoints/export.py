@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pathlib
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from specjax.checkpoints import convert, huggingface
 from specjax.models.config import ModelConfig, llama3_rope_factors
@@ -26,16 +24,14 @@ def export_folder(target: Target, folder: str | pathlib.Path) -> None:
       ValueError: the model has RoPE factors that config.json cannot say.
     """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(target.config) | {"dtype": target.dtype.name}
     stops = list(target.stop_tokens)
     if stops:
         config["eos_token_id"] = stops[0] if len(stops) == 1 else stops
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     offset = 1.0 if target.config.post_norms else 0.0  # Gemma stores w of 1 + w
     recipes = convert.model_recipes(target.config, offset)
     tensors = convert.disassemble(recipes, target.params)
-    save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
+    huggingface.write_folder(folder, config, tensors)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
 
@@ -79,6 +75,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             "layer_types": [kinds[slides] for slides in config.sliding_layers],
         }
     return raw | {"hidden_act": "silu"}
+
+
+def drafter_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """`config_to_hf` of a drafter's layers, with the rotation as readers of version 4 have it, too."""
+    described = config_to_hf(config)
+    rope = described["rope_parameters"]
+    scaling = None if rope["rope_type"] == "default" else rope
+    return described | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 def llama3_rope(config: ModelConfig) -> dict[str, float]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from specjax.checkpoints.convert import Tensor
 
@@ -81,6 +83,15 @@ def _file_tensors(path: pathlib.Path, types: tuple[str, ...]) -> dict[str, Tenso
             }
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated or damaged safetensors file: {error}") from None
+
+
+def write_folder(
+    folder: pathlib.Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]
+) -> None:
+    """Writes `config.json` and one safetensors file; the folder is made if absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def stop_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[int, ...]:

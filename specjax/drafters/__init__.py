@@ -41,21 +41,22 @@ def _draft_lm(argument: str, target: Target, tree: Tree) -> LoadedDrafter:
 
 
 def _eagle3(argument: str, target: Target, tree: Tree | DynamicTree) -> LoadedDrafter:
-    if not argument:
-        raise ValueError("eagle3 needs a trained drafter: eagle3:FOLDER")
-    return eagle3.load(pathlib.Path(argument), target, tree)
+    return eagle3.load(_folder(argument, "eagle3"), target, tree)
 
 
 def _dflash(argument: str, target: Target, tree: Tree | None) -> LoadedDrafter:
-    if not argument:
-        raise ValueError("dflash needs a trained drafter: dflash:FOLDER")
-    return dflash.load(pathlib.Path(argument), target, _length_of(tree, "dflash"))
+    return dflash.load(_folder(argument, "dflash"), target, _length_of(tree, "dflash"))
 
 
 def _dspark(argument: str, target: Target, tree: Tree | None) -> LoadedDrafter:
+    return dspark.load(_folder(argument, "dspark"), target, _length_of(tree, "dspark"))
+
+
+def _folder(argument: str, name: str) -> pathlib.Path:
+    """Where a trained drafter is."""
     if not argument:
-        raise ValueError("dspark needs a trained drafter: dspark:FOLDER")
-    return dspark.load(pathlib.Path(argument), target, _length_of(tree, "dspark"))
+        raise ValueError(f"{name} needs a trained drafter: {name}:FOLDER")
+    return pathlib.Path(argument)
 
 
 def _length_of(tree: Tree | None, name: str) -> int | None:
@@ -147,10 +148,9 @@ def from_config(
     Raises:
       ValueError: there is no such drafter, or one of its keys is wrong.
     """
-    options = dict(config)
-    entry = _trainable(options.pop("name", None))
     check_options(config)
-    return entry.from_config(target, seed, token_counts, **options)
+    options = dict(config)
+    return _trainable(options.pop("name")).from_config(target, seed, token_counts, **options)
 
 
 def check_options(config: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.checkpoints.convert import TensorRecipe
+from specjax.checkpoints.convert import TensorRecipe, linear_recipe
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target
 from specjax.models.transformer import read_text
@@ -61,10 +61,7 @@ def measured_scale(
 
 def fusion_recipe(num_taps: int, depth: int) -> TensorRecipe:
     """`fc.weight`, with the scale in it."""
-    return TensorRecipe(
-        ("fuse", "fusion"), {"fc.weight": (depth, num_taps * depth)}, np.transpose,
-        lambda x: [x.T],
-    )  # fmt: skip
+    return linear_recipe(("fuse", "fusion"), "fc", num_taps * depth, depth)
 
 
 def folded(params: PyTree) -> PyTree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 from specjax.checkpoints import huggingface
 from specjax.models.target import Target, target_hash
@@ -21,6 +22,15 @@ def name_of(folder: pathlib.Path) -> str | None:
     """The drafter's name in the registry; None where the folder does not say."""
     path = folder / FILE
     return huggingface.read_json(path).get("drafter") if path.exists() else None
+
+
+def check_fit(folder: pathlib.Path, target: Target, *facts: tuple[str, Any, Any]) -> None:
+    """Raises ValueError for the first (what, what the drafter has, what it must be) that differs."""
+    for what, drafter_has, wanted in facts:
+        if drafter_has != wanted:
+            raise ValueError(
+                f"{folder} does not fit {target.name}: it has {what} {drafter_has}, not {wanted}"
+            )
 
 
 def check_target(folder: pathlib.Path, target: Target) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from safetensors.numpy import save_file
 
 from specjax.checkpoints import convert, huggingface
-from specjax.checkpoints.export import config_to_hf
+from specjax.checkpoints.export import drafter_to_hf
 from specjax.drafters import manifest
 from specjax.drafters.dflash.drafter import DFlash
 from specjax.drafters.fusion import folded, fusion_recipe, unfolded
@@ -50,7 +48,7 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
     raw, tensors = read_folder(folder, target)
     if any("markov_head" in name for name in tensors):
         raise ValueError(f"{folder} is a DSpark drafter: dspark:{folder}")
-    own = {**raw, **(raw.get("dflash_config") or {})}
+    own = own_keys(raw)
     if own.get("sample_from_anchor") or "markov_rank" in own:
         raise ValueError(
             f"{folder}: its anchor's slot predicts, too, as in DSpark; without a Markov head that is "
@@ -92,6 +90,11 @@ def read_folder(
     return raw, tensors
 
 
+def own_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a `config.json`, those nested for the drafter before those of the same name."""
+    return {**raw, **(raw.get("dflash_config") or {})}
+
+
 def read_options(
     raw: Mapping[str, Any],
     target: Target,
@@ -105,22 +108,20 @@ def read_options(
       ValueError: they do not fit the target, or are not supported.
     """
     layer, wanted = raw.get("transformer_layer_config", raw), target.config
-    own = {**raw, **(raw.get("dflash_config") or {})}  # the nested ones come first
+    own = own_keys(raw)
     for key, neutral in (("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
         if own.get(key) not in (None, neutral):
             raise ValueError(f"{folder}: {key}={own[key]!r} is not supported")
     if (raw.get("draft_vocab_size") or wanted.vocab_size) != wanted.vocab_size:
         raise ValueError(f"{folder}: a draft vocabulary is not supported in dflash")
     config = _layers(layer)
-    for what, drafter_has, target_has in (
+    manifest.check_fit(
+        folder,
+        target,
         ("hidden size", config.hidden_size, wanted.hidden_size),
         ("a vocabulary of", config.vocab_size, wanted.vocab_size),
         ("a target of layers", raw.get("num_target_layers", wanted.num_layers), wanted.num_layers),
-    ):
-        if drafter_has != target_has:
-            raise ValueError(
-                f"{folder} does not fit {target.name}: it has {what} {drafter_has}, not {target_has}"
-            )
+    )
     taps = own.get("target_layer_ids")
     if raw.get("aux_hidden_state_layer_ids"):  # counts the blocks that read the features
         taps = [tap - 1 for tap in raw["aux_hidden_state_layer_ids"]]
@@ -210,10 +211,8 @@ def recipes(drafter: DFlash) -> Iterator[convert.TensorRecipe]:
 def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes the drafter as z-lab does."""
     drafter = loaded.drafter
-    folder.mkdir(parents=True, exist_ok=True)
     params = folded(jax.device_get(loaded.params))
     tensors = convert.disassemble(recipes(drafter), params)
-    save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
     described = describe(drafter, target) | {
         "architectures": ["DFlashDraftModel"],
         "dflash_config": {
@@ -222,8 +221,7 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
         },
         "block_size": drafter.block_size,
     }
-    text = json.dumps(described, indent=1) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    huggingface.write_folder(folder, described, tensors)
 
 
 def describe(drafter: DFlash, target: Target) -> dict[str, Any]:
@@ -231,13 +229,9 @@ def describe(drafter: DFlash, target: Target) -> dict[str, Any]:
     config = drafter.config
     if not config.qk_norm:
         _log.warning("%s: other engines norm queries and keys, this drafter does not", target.name)
-    described = config_to_hf(config)
-    rope = described["rope_parameters"]
     slides = config.sliding_layers or (False,) * config.num_layers
-    return described | {
+    return drafter_to_hf(config) | {
         "num_target_layers": target.config.num_layers,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
         "use_sliding_window": any(slides),
         "sliding_window": config.sliding_window if any(slides) else None,

@@ -309,7 +309,7 @@ class DFlash:
         target_logits = jax.lax.stop_gradient(
             logits_of(target_params, target_hidden.reshape(-1, depth))
         )
-        logits = logits_of(target_params, hidden.reshape(-1, depth))
+        logits = self._logits(params, target_params, before, hidden)
         values = token_losses(losses.names, tokens.ravel(), target_logits, logits)
         return {name: x.reshape(shape) for name, x in values.items()}
 
@@ -338,8 +338,14 @@ class DFlash:
         self, params: PyTree, target_params: PyTree, hidden: jax.Array, before: jax.Array
     ) -> jax.Array:
         """The likeliest tokens `[n, K]` of slots `[n, K, D]`, given the token before each."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return argmax(logits_of(target_params, flat)).reshape(hidden.shape[:2])
+        logits = self._logits(params, target_params, before, hidden)
+        return argmax(logits).reshape(hidden.shape[:2])
+
+    def _logits(
+        self, params: PyTree, target_params: PyTree, before: jax.Array, hidden: jax.Array
+    ) -> jax.Array:
+        """Logits `[n · K, V]` of slots `[n, K, D]`, given the token before each."""
+        return logits_of(target_params, hidden.reshape(-1, hidden.shape[-1]))
 
 
 TRUNK = ("fuse", "fused_norm", "blocks", "final_norm")

@@ -6,14 +6,12 @@ the target's.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from specjax.checkpoints import convert, huggingface
 from specjax.checkpoints.convert import TensorRecipe, linear_recipe, table_recipe
@@ -35,7 +33,7 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
       ValueError: the drafter is of another target or method, or damaged; the message says in what.
     """
     raw, tensors = dflash.read_folder(folder, target)
-    own = {**raw, **(raw.get("dflash_config") or {})}
+    own = dflash.own_keys(raw)
     if not own.get("sample_from_anchor", True):
         raise ValueError(
             f"{folder}: blocks whose anchor predicts nothing are not supported in dspark"
@@ -88,12 +86,10 @@ def _bias(path: tuple[str, ...], name: str, size: int) -> TensorRecipe:
 def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     """Writes the drafter as DeepSpec does, with copies of the target's embedding and head."""
     drafter = loaded.drafter
-    folder.mkdir(parents=True, exist_ok=True)
     params = folded(jax.device_get(loaded.params))
     tensors = convert.disassemble(recipes(drafter), params)
     tables = target.params["embedding"], head_of(target.params)
     tensors |= {k: np.asarray(x) for k, x in zip(dflash.SHARED, tables, strict=True)}
-    save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
     described = dflash.describe(drafter, target) | {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": drafter.block_size,
@@ -105,5 +101,4 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
         "confidence_head_with_markov": drafter.confidence_with_markov,
         "sample_from_anchor": True,
     }
-    text = json.dumps(described, indent=1) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    huggingface.write_folder(folder, described, tensors)

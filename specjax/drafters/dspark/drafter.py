@@ -14,7 +14,7 @@ from flax import nnx
 
 from specjax.drafters.dflash.drafter import DFlash
 from specjax.drafters.dspark.heads import KINDS, ConfidenceHead, MarkovHead
-from specjax.losses import Losses, token_losses
+from specjax.losses import Losses
 from specjax.models.transformer import logits_of
 from specjax.noise import Noise
 from specjax.sampling import Sampling, argmax, log_probs, sample
@@ -107,20 +107,13 @@ class DSpark(DFlash):
         hidden: jax.Array,
     ) -> dict[str, jax.Array]:
         """The losses of the corrected logits, and of the confidence in them (§3.4)."""
-        head, shape = self.markov(params), tokens.shape
-
-        def flat(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, x.shape[-1])
-
-        target_logits = jax.lax.stop_gradient(logits_of(target_params, flat(target_hidden)))
-        logits = logits_of(target_params, flat(hidden))
-        logits += head.bias(flat(jax.vmap(head.along)(before, hidden)))
-        values = token_losses(losses.names, tokens.ravel(), target_logits, logits)
+        arrays = before, tokens, target_hidden, hidden
+        values = super()._values(params, target_params, losses, *arrays)
         if self.confidence:
             wanted = values["alpha"]  # has no gradient
-            sure = self.confidence_logits(params, before, hidden).ravel()
+            sure = self.confidence_logits(params, before, hidden)
             values["confidence"] = optax.losses.sigmoid_binary_cross_entropy(sure, wanted)
-        return {name: x.reshape(shape) for name, x in values.items()}
+        return values
 
     def confidence_logits(self, params: PyTree, before: jax.Array, hidden: jax.Array) -> jax.Array:
         """Logits of acceptance of slots `[…, D]` behind tokens `[…]`."""
@@ -131,14 +124,13 @@ class DSpark(DFlash):
             parts = jax.lax.stop_gradient(parts)
         return nnx.merge(confidence_graphdef(self), params["confidence"])(*parts)
 
-    def _likeliest(
-        self, params: PyTree, target_params: PyTree, hidden: jax.Array, before: jax.Array
+    def _logits(
+        self, params: PyTree, target_params: PyTree, before: jax.Array, hidden: jax.Array
     ) -> jax.Array:
         head = self.markov(params)
-        flat = hidden.reshape(-1, hidden.shape[-1])
         inner = jax.vmap(head.along)(before, hidden)
-        logits = logits_of(target_params, flat) + head.bias(inner.reshape(len(flat), -1))
-        return argmax(logits).reshape(hidden.shape[:2])
+        base = super()._logits(params, target_params, before, hidden)
+        return base + head.bias(inner.reshape(len(base), -1))
 
 
 def new_markov(drafter: DSpark, rngs: nnx.Rngs) -> MarkovHead:

@@ -7,7 +7,6 @@ SafeAILab's own `pytorch_model.bin` becomes with `safetensors.torch.save_file(to
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
 from collections.abc import Container, Iterator, Mapping
@@ -16,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from specjax.checkpoints import convert, huggingface
 from specjax.checkpoints.convert import Tensor
-from specjax.checkpoints.export import config_to_hf
+from specjax.checkpoints.export import drafter_to_hf
 from specjax.drafters import manifest
 from specjax.drafters.eagle3.drafter import Eagle3
 from specjax.drafters.fusion import folded, fusion_recipe, unfolded
@@ -101,16 +99,14 @@ def read_config(
     size = raw.get("draft_vocab_size") or layer.get("vocab_size")
     config = config_from_hf({**layer, "vocab_size": size, "tie_word_embeddings": False})
     features = raw.get("target_hidden_size") or config.hidden_size
-    for what, drafter_has, target_has in (
+    manifest.check_fit(
+        folder,
+        target,
         ("hidden size", config.hidden_size, wanted.hidden_size),
         ("features of size", features, wanted.hidden_size),
         ("a target vocabulary of", layer.get("vocab_size"), wanted.vocab_size),
         ("layers", config.num_layers, 1),
-    ):
-        if drafter_has != target_has:
-            raise ValueError(
-                f"{folder} does not fit {target.name}: it has {what} {drafter_has}, not {target_has}"
-            )
+    )
     taps = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     inputs = raw.get("eagle_aux_hidden_state_layer_ids")
     if taps is None and inputs is not None:  # of the blocks that read the features
@@ -166,7 +162,6 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
             "%s: vLLM and SGLang serve EAGLE-3 drafters of three taps without q_norm and k_norm; this "
             "one has %d taps%s", folder, len(drafter.taps), " and both norms" * config.qk_norm,
         )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
     shared = {"embedding": target.params["embedding"], "head_weight": head_of(target.params)}
     kept = ("lm_head.weight", "embed_tokens.weight")
     recipes = _recipes(config, len(drafter.taps), full, kept)
@@ -176,16 +171,11 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
         "d2t": ids.astype(np.int64) - np.arange(len(ids)),
         "t2d": np.isin(np.arange(full), ids),
     }
-    save_file(tensors, folder / huggingface.SINGLE, metadata={"format": "pt"})
-    described = config_to_hf(config)
-    rope = described["rope_parameters"]  # as transformers 5 has it; readers of version 4 look below
-    described |= {
+    described = drafter_to_hf(config) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "vocab_size": full,
         "draft_vocab_size": len(ids),
         "dtype": drafter.dtype.name,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
         # SpecForge and SGLang name the blocks that make the features, vLLM those that read them.
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
@@ -194,5 +184,4 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
         "norm_before_residual": drafter.norm_before_residual,
     }
-    text = json.dumps(described, indent=1) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    huggingface.write_folder(folder, described, tensors)
