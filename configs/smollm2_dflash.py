@@ -18,7 +18,7 @@ def get_config(mode: str = "") -> ConfigDict:
     common.for_smollm2_on_a_cpu(config)
     common.from_scratch(config)
     config.drafter = {
-        "name": "dflash", "mask_token": 4, "num_layers": 2, "block_size": 8, "taps": (),
-        "num_taps": 5, "num_anchors": 48, "decay": 4.0, "random_anchors": True,
+        "name": "dflash", "mask_token": 4, "num_layers": 2, "block_size": 6, "taps": (),
+        "num_taps": 5, "num_anchors": 256, "decay": 4.0, "loss_vocab_size": 8000,
     }  # fmt: skip
     return common.for_mode(config, mode)

@@ -18,8 +18,9 @@ def get_config(mode: str = "") -> ConfigDict:
     common.for_smollm2_on_a_cpu(config)
     common.from_scratch(config)
     config.drafter = {
-        "name": "dspark", "mask_token": 4, "num_layers": 2, "block_size": 7, "taps": (),
-        "num_taps": 5, "num_anchors": 48, "decay": 4.0, "markov_rank": 64,
+        "name": "dspark", "mask_token": 4, "num_layers": 2, "block_size": 5, "taps": (),
+        "num_taps": 5, "num_anchors": 256, "decay": 4.0, "markov_rank": 64,
+        "loss_vocab_size": 8000,
     }  # fmt: skip
     common.dspark_loss(config)
     return common.for_mode(config, mode)

@@ -4,7 +4,10 @@ r"""Measures drafters on prompt files, each against plain decoding of the same p
     --prompts=gsm8k.jsonl --limit=10 --json=results.json
 
 `--drafter=eagle3:FOLDER@6` and `--drafter=eagle3:FOLDER@dynamic,32,7,8` draft a chain of 6 and a tree,
-whatever `--num_draft_tokens` and `--tree` say to the others.
+whatever `--num_draft_tokens` and `--tree` say to the others. `--drafter=dspark:FOLDER@7+scheduler`
+drafts 7 and lets the prefix scheduler decide in every cycle how many of them are verified, from what
+cycles of every width take here; `+confidence:0.5` verifies those before the first that is less sure,
+`+fixed:3` three.
 
 A prompt file has one `{"turns": ["…"]}` a line; the first turn is used. With `--peer`, Hugging Face
 `transformers` decodes the same prompts in turn, plainly, by prompt lookup (`ngram`) and assisted
@@ -26,6 +29,7 @@ from rich.table import Table
 from experiments import launch
 from specjax.decoding.decode import cache_size
 from specjax.drafters.draft_lm import DraftLM
+from specjax.drafters.dspark import PrefixScheduler
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
 from specjax.evaluation.prompts import read_prompts
@@ -58,11 +62,18 @@ def main() -> None:
     files = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
     target = launch.load_target(_TARGET.value)
     drafters = {
-        spec: launch.load_drafter(spec, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
+        spec: launch.load_drafter(
+            spec, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
+        )
         for spec in _DRAFTERS.value
     }
     if None in drafters.values():
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
+    sampling = launch.sampling_options(_SAMPLING)
+    controllers = {
+        spec: launch.load_controller(spec, target, drafter, _BATCH.value, _RULE.value, sampling)
+        for spec, drafter in drafters.items()
+    }
     encoded = {
         path: launch.encode(target, path, "prompt", dict(enumerate(texts, start=1)))
         for path, texts in files.items()
@@ -74,9 +85,9 @@ def main() -> None:
             size = min(cache_size(target, prompts, budgets), target.config.context_length)
             with launch.progress() as report:
                 results = evaluate(
-                    target, drafters, prompts, batch=_BATCH.value, peer=peer, progress=report,
-                    max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value, rule=_RULE.value,
-                    **launch.sampling_options(_SAMPLING),
+                    target, drafters, prompts, batch=_BATCH.value, controllers=controllers, peer=peer,
+                    progress=report, max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value,
+                    rule=_RULE.value, **sampling,
                 )  # fmt: skip
             for name, result in results.items():
                 rows.append(figures(path, len(prompts), name, result))
@@ -88,6 +99,11 @@ def main() -> None:
         "batch": _BATCH.value,
         "rule": _RULE.value,
         "tree": _TREE.value,
+        "cycle_seconds": {
+            spec: dict(zip(launch.listed(x.tokens), launch.listed(x.seconds), strict=True))
+            for spec, x in controllers.items()
+            if isinstance(x, PrefixScheduler)
+        },
         **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),
     }
@@ -129,6 +145,7 @@ def figures(path: str, num_prompts: int, name: str, result: Evaluation) -> dict[
         "plain_tokens_per_second": result.plain_tokens_per_second,
         "speculative_tokens_per_second": result.speculative_tokens_per_second,
         "speedup": result.speedup,
+        "speedup_interval": result.speedup_interval,
         "identical": worst(result.identical) if result.identical else None,
         "peer_plain_tokens_per_second": peer_tokens_per_second(result.peer_plain),
         "times_peer_plain": result.times_peer_plain,
@@ -167,7 +184,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             short(row["survival"]),
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['speculative_tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}×",
+            "{:.2f}× ({:.2f}–{:.2f})".format(row["speedup"], *row["speedup_interval"]),
             row["identical"] or "–",
             *([peer(row, "plain"), peer(row, "speculative")] if _PEER.value else []),
         )

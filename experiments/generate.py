@@ -52,11 +52,23 @@ def main() -> None:
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     launch.check_writable(_JSON.value)
     target = launch.load_target(_TARGET.value)
-    drafter = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
+    drafter = launch.load_drafter(
+        _DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
+    )
+    options = {
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "max_len": _MAX_LEN.value,
+        "chat": _CHAT.value,
+        "rule": _RULE.value,
+        **launch.sampling_options(_SAMPLING),
+    }
+    options["controller"] = launch.load_controller(
+        _DRAFTER.value, target, drafter, 1, _RULE.value, options
+    )
     answers = []
     for index, prompt in enumerate(_PROMPTS.value):
         with launch.progress() as report:
-            result, comparison = answer(target, drafter, index, prompt, report)
+            result, comparison = answer(target, drafter, index, prompt, options, report)
         show(prompt, result, comparison)
         answers.append((result, comparison))
     launch.write_json(_JSON.value, summary(target, answers))
@@ -67,20 +79,14 @@ def answer(
     drafter: Drafter | LoadedDrafter | None,
     index: int,
     prompt: str,
+    options: dict[str, Any],
     report: Progress | None,
 ) -> tuple[DecodeResult, Comparison | None]:
     """The answer to one prompt, and the comparison with plain decoding if it was asked for.
 
     Each prompt has its own coins, by its index.
     """
-    options = {
-        "max_new_tokens": _MAX_NEW_TOKENS.value,
-        "max_len": _MAX_LEN.value,
-        "chat": _CHAT.value,
-        "rule": _RULE.value,
-        **launch.sampling_options(_SAMPLING),
-    }
-    options["key"] = jax.random.fold_in(options["key"], index)
+    options = options | {"key": jax.random.fold_in(options["key"], index)}
     if _COMPARE.value:
         comparison = compare(
             target, drafter, prompt, repeats=_REPEATS.value, progress=report, **options

@@ -17,26 +17,32 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
 import specjax
 from specjax.checkpoints import download
+from specjax.decoding.controllers import Fixed
 from specjax.decoding.decode import cache_size, encode_prompts
 from specjax.drafters import REGISTRY
+from specjax.drafters.dspark import ConfidenceThreshold, PrefixScheduler
+from specjax.evaluation.benchmark import cycle_seconds
 from specjax.models.target import Target
 from specjax.trees import DynamicTree, Tree
-from specjax.types import Drafter, LoadedDrafter, Progress
-from specjax.verification import RULES
+from specjax.types import Controller, Drafter, LoadedDrafter, Progress, drafter_and_params
+from specjax.verification import RULES, greedy
 
 MAIN = sys.argv[0]  # flags of this module are listed by --help like the program's own
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.", module_name=MAIN)
 
 
+CONTROLLERS = ("fixed:LENGTH", "confidence:THRESHOLD", "scheduler")
 DRAFTER_SPECS = (
     ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
-    + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts"
+    + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts, "
+    "@K+CONTROLLER also how much of it is verified: " + ", ".join(CONTROLLERS)
 )
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 
@@ -69,14 +75,23 @@ def define_rule() -> flags.FlagHolder:
 
 
 def load_drafter(
-    spec: str, target: Target, num_draft_tokens: int | None, words: list[str]
+    spec: str,
+    target: Target,
+    num_draft_tokens: int | None,
+    words: list[str],
+    *,
+    controlled: bool = False,
 ) -> Drafter | LoadedDrafter | None:
     """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name.
 
-    `SPEC@K` and `SPEC@TREE` say there what the other flags say for all drafters.
+    `SPEC@K` and `SPEC@TREE` say there what the other flags say for all drafters. What follows a `+`
+    is for `load_controller`, in programs that have it (`controlled`).
     """
-    spec, marked, own = spec.partition("@")
-    if marked:
+    spec, _, own = spec.partition("@")
+    own, _, controller = own.partition("+")
+    if controller and not controlled:
+        raise ValueError(f"+{controller}: no controller can be chosen here")
+    if own:
         num_draft_tokens = int(own) if own.isdecimal() else None
         words = [] if own.isdecimal() else own.split(",")
     if words and num_draft_tokens is not None:
@@ -100,6 +115,41 @@ def load_drafter(
     if numbers:
         tree = DynamicTree(*numbers) if dynamic else Tree.of_widths(numbers)
     return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
+
+
+def load_controller(
+    spec: str,
+    target: Target,
+    loaded: Drafter | LoadedDrafter | None,
+    batch: int,
+    rule: str,
+    sampling: Mapping[str, Any],
+) -> Controller | None:
+    """The controller behind the `+` of `--drafter`; its costs are measured here and now.
+
+    Args:
+      spec: the whole of `--drafter`.
+      target, loaded, batch, rule: what is decoded.
+      sampling: as `sampling_options` gives it.
+    """
+    word = spec.partition("@")[2].partition("+")[2]
+    name, _, argument = word.partition(":")
+    if not word:
+        return None
+    drafter, params = drafter_and_params(loaded)
+    if name == "fixed" and argument.isdecimal():
+        return Fixed(jnp.int32(argument))
+    if name == "confidence" and re.fullmatch(r"(0|1)?(\.\d+)?", argument or "?"):
+        return ConfidenceThreshold(jnp.float32(argument))
+    if word != "scheduler":
+        known = ", ".join(CONTROLLERS)
+        raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")
+    if not (drafter and drafter.confident):
+        raise ValueError(f"--drafter={spec}: the scheduler needs a drafter with a confidence head")
+    law = RULES[rule] if sampling["temperature"] else greedy
+    filters = {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    seconds = cycle_seconds(target, drafter, params, law, batch=batch, **filters)
+    return PrefixScheduler.of(batch, seconds)
 
 
 def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> list[np.ndarray]:

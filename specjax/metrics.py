@@ -14,7 +14,8 @@ padding (a row that had ended) and count nowhere. All figures are pooled over wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,20 +31,35 @@ def tau(committed: np.ndarray) -> float:
     return float(np.sum(committed)) / passes if passes else float("nan")
 
 
-def tau_interval(
-    rows: Sequence[np.ndarray], *, level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> tuple[float, float]:
+def tau_interval(rows: Sequence[np.ndarray], **options: Any) -> tuple[float, float]:
     """Bootstrap interval of τ over prompts: cycles of one prompt are not independent.
 
     Args:
       rows: `committed` of each prompt.
-      level: share of the draws that lies inside.
-      draws, seed: of prompts, with replacement.
+      options: those of `interval`.
     """
     sums = np.array([[np.sum(row), target_passes(row)] for row in rows], np.float64)
+    return interval(sums, lambda drawn: drawn[:, 0] / drawn[:, 1], **options)
+
+
+def interval(
+    sums: np.ndarray,
+    figure: Callable[[np.ndarray], np.ndarray],
+    *,
+    level: float = 0.95,
+    draws: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Bootstrap interval of a figure of sums.
+
+    Args:
+      sums: `[n, m]`, the m sums of each of n independent parts.
+      figure: of sums over all parts, `[draws, m]` → `[draws]`.
+      level: share of the draws that lies inside.
+      draws, seed: of parts, with replacement.
+    """
     picked = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
-    committed, passes = sums[picked].sum(1).T
-    low, high = np.quantile(committed / passes, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(figure(sums[picked].sum(1)), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 

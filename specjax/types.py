@@ -54,6 +54,8 @@ class Draft:
       topology: static; None for a chain.
       parents: `[N]` int32, of a tree whose shape is traced, in ascending order; those of tokens that
         are not valid may hold anything.
+      confidence: `[K]` float32, of a chain, how likely each token is accepted where those before it
+        are, told before it was drawn; None from drafters that do not know.
     """
 
     tokens: jax.Array
@@ -61,6 +63,7 @@ class Draft:
     num_valid: jax.Array
     topology: Tree | int | None = dataclasses.field(default=None, metadata={"static": True})
     parents: jax.Array | None = None
+    confidence: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[Any, int]:
@@ -108,6 +111,7 @@ class Draft:
             jnp.minimum(self.num_valid, count),
             topology,
             None if parents is None else parents[:count],
+            None if self.confidence is None else self.confidence[:count],
         )
 
 
@@ -200,11 +204,13 @@ class Drafter(Protocol):
       num_draft_tokens: K, drafted tokens a cycle; N in a tree.
       draft_depth: the most that can be accepted: K in a chain, the levels of a tree.
       taps: ids of the target blocks whose outputs `Committed.features` holds, in this order.
+      confident: whether its drafts tell their confidence.
     """
 
     num_draft_tokens: int
     draft_depth: int
     taps: tuple[int, ...]
+    confident: bool
 
     def init_state(self, max_len: int) -> PyTree:
         """State of a fresh sequence of at most `max_len` tokens, () if there is none."""
@@ -330,6 +336,27 @@ class Verifier(Protocol):
         ...
 
 
+class Controller(Protocol):
+    """Decides how much of each row's draft is verified. A pytree: its arrays are arguments of the loop.
+
+    It sees the whole batch, so above temperature 0 a row's text depends on its batch mates. It is
+    lossless where whether a token is verified depends on no token of its row but those before it:
+    on what the drafter told before it was drawn, on past cycles, on other rows.
+    """
+
+    def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
+        """`[B]` int32, how many tokens of each draft are verified; more than `num_valid` is the same.
+
+        Args:
+          drafts: with the batch axis; what follows `num_valid` tokens may hold anything.
+          running: `[B]` bool, the rows that have not ended.
+
+        Raises:
+          ValueError: when the loop is built, for drafts that it cannot judge.
+        """
+        ...
+
+
 class Drafts(enum.Enum):
     """How a rule wants its drafts to be chosen."""
 
@@ -360,6 +387,8 @@ class DecodeResult:
       tokens: the new tokens, `[n]` int32, a stop token included.
       stop_reason: why each row ended.
       accepted, drafted, committed: `[cycles]` int32 per cycle, as `specjax.metrics` defines them.
+      confidence: `[cycles, K]` float32, of each cycle's draft; `[cycles, 0]` where the drafter tells
+        none.
       num_draft_tokens, draft_depth: K and the levels of a draft, as in `Drafter`; 0 for plain
         decoding.
       prefill_seconds, decode_seconds: wall time of the whole batch, compilation included if any.
@@ -372,6 +401,7 @@ class DecodeResult:
     accepted: list[np.ndarray]
     drafted: list[np.ndarray]
     committed: list[np.ndarray]
+    confidence: list[np.ndarray]
     num_draft_tokens: int
     draft_depth: int
     prefill_seconds: float
@@ -385,8 +415,9 @@ class DecodeResult:
         def rows(name: str) -> list:
             return [row for result in results for row in getattr(result, name)]
 
+        names = "prompts", "tokens", "stop_reason", "accepted", "drafted", "committed", "confidence"
         return cls(
-            *map(rows, ("prompts", "tokens", "stop_reason", "accepted", "drafted", "committed")),
+            *map(rows, names),
             results[0].num_draft_tokens,
             results[0].draft_depth,
             sum(result.prefill_seconds for result in results),
@@ -417,9 +448,14 @@ class DecodeResult:
         return metrics.target_passes(np.concatenate(self.committed))
 
     @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(map(len, self.tokens))
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens of the whole batch over `decode_seconds`."""
-        return sum(len(row) for row in self.tokens) / self.decode_seconds
+        return self.num_tokens / self.decode_seconds
 
     @property
     def texts(self) -> list[str]:

@@ -13,13 +13,14 @@ import numpy as np
 from specjax.decoding import prefill as prefilling
 from specjax.decoding.autoregressive import PlainState, plain_loop
 from specjax.decoding.rows import Row
-from specjax.decoding.speculative import Counts, SpeculativeState, speculative_loop
+from specjax.decoding.speculative import Counts, SpeculativeState, speculative_loop, widths_for
 from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.models.tokenizer import encode_prompt
 from specjax.models.transformer import check_taps
 from specjax.sampling import Sampling
 from specjax.types import (
+    Controller,
     DecodeResult,
     Drafter,
     LoadedDrafter,
@@ -50,6 +51,7 @@ def decode(
     max_new_tokens: int | Sequence[int] = 128,
     max_len: int | None = None,
     rule: str | Rule = "token",
+    controller: Controller | None = None,
     stop_tokens: Sequence[int] | None = None,
     chat: bool | None = None,
     progress: Progress | None = None,
@@ -73,6 +75,8 @@ def decode(
         default a bucket (a power of two) that holds the longest row.
       rule: the verification rule of the sampling mode: one of `specjax.verification.RULES` by name,
         or your own.
+      controller: decides in every cycle how much of the drafts is verified, like
+        `specjax.drafters.dspark.PrefixScheduler`; all by default.
       stop_tokens: ids that end a row; by default the target's.
       chat: render texts as a user's turn through the chat template; by default where there is one.
       progress: called with (what, done, total); costs a synchronisation now and then.
@@ -116,13 +120,14 @@ def decode(
         def run(state, until):
             return plain_loop(target.graphdef, target.params, state, sampling, keys, stops, until)
     else:
-        counts = Counts.zeros(batch, size)
+        counts = Counts.zeros(batch, size, drafter)
+        widths = widths_for(drafter.num_draft_tokens, controller)
         state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
 
         def run(state, until):
             return speculative_loop(
                 target.graphdef, target.params, drafter, drafter_params, rule, state,
-                sampling, keys, stops, until, widths=(1, drafter.num_draft_tokens + 1),
+                sampling, keys, stops, until, controller, widths=widths,
             )  # fmt: skip
 
     state = _run_to_the_end(run, state, size, ids, progress)
@@ -320,11 +325,12 @@ def _result(
     if drafter is None:
         committed = [np.ones(len(row), np.int32) for row in new]
         accepted = drafted = [np.zeros(len(row), np.int32) for row in new]
+        confidence = [np.zeros((len(row), 0), np.float32) for row in new]
     else:
         counts = jax.device_get(state.counts)
-        accepted, drafted, committed = (
+        accepted, drafted, committed, confidence = (
             [row[cycles] for row, cycles in zip(column, counts.committed > 0, strict=True)]
-            for column in (counts.accepted, counts.drafted, counts.committed)
+            for column in (counts.accepted, counts.drafted, counts.committed, counts.confidence)
         )
     return DecodeResult(
         prompts=ids,
@@ -333,6 +339,7 @@ def _result(
         accepted=accepted,
         drafted=drafted,
         committed=committed,
+        confidence=confidence,
         num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
         draft_depth=drafter.draft_depth if drafter else 0,
         prefill_seconds=seconds[0],

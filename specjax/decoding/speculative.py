@@ -26,22 +26,40 @@ from specjax.models.cache import KVCache, write_rows
 from specjax.models.transformer import Output, Transformer
 from specjax.noise import Noise
 from specjax.sampling import Sampling
-from specjax.types import Committed, Context, Draft, Drafter, Drafts, PyTree, Rule, Verdict
+from specjax.types import (
+    Committed,
+    Context,
+    Controller,
+    Draft,
+    Drafter,
+    Drafts,
+    PyTree,
+    Rule,
+    Verdict,
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts as `specjax.metrics` defines them: `[]` of one cycle and row, `[B, cycles]` of all."""
+    """Counts as `specjax.metrics` defines them: `[]` of one cycle and row, `[B, cycles]` of all.
+
+    `confidence` has one more axis: K, or 0 where the drafter tells none.
+    """
 
     accepted: jax.Array
     drafted: jax.Array
     committed: jax.Array
+    confidence: jax.Array
 
     @classmethod
-    def zeros(cls, batch: int, cycles: int) -> Counts:
+    def zeros(cls, batch: int, cycles: int, drafter: Drafter) -> Counts:
         """Room for that many cycles."""
-        return cls(*(jnp.zeros((batch, cycles), jnp.int32) for _ in range(3)))
+        told = drafter.num_draft_tokens if drafter.confident else 0
+        return cls(
+            *(jnp.zeros((batch, cycles), jnp.int32) for _ in range(3)),
+            jnp.zeros((batch, cycles, told), jnp.float32),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +130,17 @@ def verify(
     return out.padded_to(num_draft_tokens + 1), verdict, finite[verdict.node]
 
 
+def widths_for(num_draft_tokens: int, controller: Controller | None) -> tuple[int, ...]:
+    """Tokens of the passes to compile: 1 and K + 1, with a controller also the powers of two between.
+
+    The anchor is counted.
+    """
+    widest = num_draft_tokens + 1
+    if controller is None:
+        return 1, widest
+    return *(1 << power for power in range((widest - 1).bit_length())), widest
+
+
 def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
     """Index of the narrowest pass that holds the longest draft of the batch."""
     return jnp.searchsorted(jnp.asarray(widths), drafts.num_valid.max() + 1)
@@ -153,8 +182,9 @@ def commit(
     cut = committed <= accepted
     accepted = jnp.minimum(accepted, committed)
     drafted = jnp.where(cut, accepted, levels_below(draft, verdict.node))
-    counts = jax.tree.map(lambda x: x.astype(jnp.int32), Counts(accepted, drafted, committed))
-    return row, cache, state, counts
+    counts = (x.astype(jnp.int32) for x in (accepted, drafted, committed))
+    told = jnp.zeros(0, jnp.float32) if draft.confidence is None else draft.confidence
+    return row, cache, state, Counts(*counts, told)
 
 
 def levels_below(draft: Draft, node: jax.Array) -> jax.Array:
@@ -179,6 +209,7 @@ def speculative_loop(
     keys: jax.Array | None,
     stop_tokens: jax.Array,
     until: jax.Array,
+    controller: Controller | None = None,
     *,
     widths: tuple[int, ...],
 ) -> SpeculativeState:
@@ -186,7 +217,8 @@ def speculative_loop(
 
     The batch is inside the loop: a vmapped `while_loop` would copy the cache in every step.
     `widths` are the tokens of the compiled verification passes, ascending, K + 1 the last; each
-    cycle takes the narrowest that holds its drafts, so a cycle without any costs a plain step.
+    cycle takes the narrowest that holds its drafts, so a cycle without any costs a plain step. A
+    controller may shorten them before.
     `sampling` and the request `keys` have the batch axis; both are None in the greedy mode.
     """
     model = nnx.merge(graphdef, params)
@@ -197,6 +229,9 @@ def speculative_loop(
         draft, drafter_state = jax.vmap(
             functools.partial(propose, drafter, drafter_params, params, rule)
         )(rows, cache, state.drafter_state, sampling, noise)
+        if controller is not None:
+            wanted = jnp.clip(controller(draft, rows.running), 0, draft.num_valid)
+            draft = dataclasses.replace(draft, num_valid=wanted)
         passes = [
             jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))
             for width in widths

@@ -30,6 +30,8 @@ class TreeDrafter:
 
     tree: Tree | DynamicTree
 
+    confident = False
+
     @property
     def num_draft_tokens(self) -> int:
         """K, or N in a tree."""

@@ -38,25 +38,33 @@ class Fusion(nnx.Module):
         return scaled.astype(weight.dtype) @ weight
 
 
-def measured_scale(
+def usual_features(
     target: Target, taps: tuple[int, ...], token_counts: np.ndarray, seed: int
 ) -> jax.Array:
-    """`[M · D]` float32: one over the usual size of each feature, on tokens drawn by their counts.
+    """`[n, M, D]` float32: features of tokens drawn by their counts.
 
-    Usual is the median: the first token of a text has features a hundred times as large.
+    Not of the first ones: those of a text are a hundred times as large as any other.
     """
-    shares = np.asarray(token_counts, np.float64) + 1e-9
-    drawn = np.random.default_rng(seed).choice(len(shares), 256, p=shares / shares.sum())
-    length = jnp.arange(256)
+    drawn, length = usual_tokens(token_counts, seed, 256), jnp.arange(256)
 
     @jax.jit
-    def scale(params: PyTree) -> jax.Array:
+    def read(params: PyTree) -> jax.Array:
         model = nnx.merge(target.graphdef, params)
-        out = read_text(model, jnp.asarray(drawn), length, jnp.ones_like(length), taps)
-        size = jnp.median(jnp.abs(out.features.astype(jnp.float32)), axis=0).ravel()
-        return 1 / (1.48 * size + 1e-6)  # of a normal distribution, one over its deviation
+        return read_text(model, jnp.asarray(drawn), length, jnp.ones_like(length), taps).features
 
-    return scale(target.params)
+    return read(target.params)[4:].astype(jnp.float32)
+
+
+def usual_tokens(token_counts: np.ndarray, seed: int, size: int) -> np.ndarray:
+    """`[size]` tokens drawn by their counts."""
+    shares = np.asarray(token_counts, np.float64) + 1e-9
+    return np.random.default_rng(seed).choice(len(shares), size, p=shares / shares.sum())
+
+
+def usual_scale(features: jax.Array) -> jax.Array:
+    """`[M · D]` float32: one over the usual size of each feature of `[n, M, D]`."""
+    size = jnp.median(jnp.abs(features), axis=0).ravel()
+    return 1 / (1.48 * size + 1e-6)  # of a normal distribution, one over its deviation
 
 
 def fusion_recipe(num_taps: int, depth: int) -> TensorRecipe:

@@ -8,6 +8,8 @@ from specjax.types import Committed, PyTree
 class Stateless:
     """The three methods of `specjax.types.Drafter` that such a drafter has no use for."""
 
+    confident = False
+
     def init_state(self, max_len: int) -> PyTree:
         """No state: everything it needs is in the context."""
         return ()

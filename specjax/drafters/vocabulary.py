@@ -58,7 +58,7 @@ class DraftVocabulary:
           size: how many to keep.
         """
         if not 1 <= size <= len(counts):
-            raise ValueError(f"draft_vocab_size must be 1…{len(counts)}, got {size}")
+            raise ValueError(f"a vocabulary of drafts must have 1…{len(counts)}, got {size}")
         kept = np.sort(np.argsort(-np.asarray(counts), kind="stable")[:size])
         return cls(tuple(kept.tolist()), len(counts))
 

@@ -20,6 +20,7 @@ from flax import nnx
 
 from specjax.decoding import decode as decoding
 from specjax.decoding.autoregressive import PlainState, plain_loop
+from specjax.decoding.controllers import Fixed
 from specjax.decoding.rows import Row
 from specjax.decoding.speculative import (
     Counts,
@@ -27,6 +28,7 @@ from specjax.decoding.speculative import (
     propose,
     speculative_loop,
     verify,
+    widths_for,
 )
 from specjax.models.cache import KVCache
 from specjax.models.target import Target
@@ -251,6 +253,98 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum()
 
 
+NO_STOPS = np.full(8, -1, np.int32)
+
+
+def _fresh(
+    target: Target, drafter: Drafter, batch: int, max_len: int, length: int, seed: int
+) -> tuple[Row, KVCache, PyTree]:
+    """Rows of random tokens, an empty cache, and the drafter's first state."""
+    tokens = np.random.default_rng(seed).integers(0, target.config.vocab_size, (batch, max_len))
+    rows = Row(
+        jnp.asarray(tokens, jnp.int32),
+        jnp.full(batch, length, jnp.int32),
+        jnp.full(batch, max_len, jnp.int32),
+        jnp.asarray(np.full(batch, StopReason.LENGTH, np.int32)),
+        jnp.zeros(batch, jnp.int32),
+    )
+    state = KVCache.zeros(target.config, max_len, target.dtype), drafter.init_state(max_len)
+    return rows, *jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
+
+
+def _first_state(
+    drafter: Drafter, cycles: int, rows: Row, cache: KVCache, state: PyTree
+) -> SpeculativeState:
+    counts = Counts.zeros(len(rows.length), cycles, drafter)
+    return SpeculativeState(rows, cache, state, counts, jnp.int32(0))
+
+
+def _in_turn(
+    parts: dict[Any, Callable[[], Callable[[], Any]]],
+    repeats: int,
+    watch: Callable[[Any, Any], None] = lambda name, done: None,
+) -> dict[Any, list[float]]:
+    """Seconds of every run of every part, after one that compiles.
+
+    Args:
+      parts: each makes what is then timed, a `functools.partial` whose arguments are ready.
+      repeats: timed runs.
+      watch: is given the name and the result of each.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in parts}
+    for repeat in range(repeats + 1):
+        for name, prepare in parts.items():
+            run = prepare()
+            jax.block_until_ready(run.args)
+            started = time.perf_counter()
+            done = jax.block_until_ready(run())
+            if repeat:
+                seconds[name].append(time.perf_counter() - started)
+                watch(name, done)
+            del run, done  # their caches, before the next are made
+    return seconds
+
+
+def cycle_seconds(
+    target: Target,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Rule,
+    *,
+    batch: int = 1,
+    max_len: int = 512,
+    length: int = 64,
+    steps: int = 12,
+    repeats: int = 3,
+    seed: int = 0,
+    **sampling: Any,
+) -> dict[int, float]:
+    """How long a cycle of the batch takes that verifies w tokens a row, by w, medians in turn.
+
+    Every width that a controller may choose is there: what it is told of its costs.
+
+    Args:
+      target, drafter, drafter_params, rule: as in `breakdown`.
+      batch, max_len, length, steps, repeats, seed: as in `breakdown`.
+      sampling: `temperature`, `top_k`, `top_p` and `min_p` of all rows.
+    """
+    options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
+    rows = decoding.sampling_of(batch, **options)
+    keys = None if rows is None else jax.random.split(jax.random.key(seed), batch)
+    whole = WholeDrafts(drafter)
+
+    def cycles(width: int) -> Callable[[], SpeculativeState]:
+        state = _first_state(whole, steps, *_fresh(target, whole, batch, max_len, length, seed))
+        return functools.partial(
+            speculative_loop, target.graphdef, target.params, whole, drafter_params, rule, state,
+            rows, keys, NO_STOPS, jnp.int32(steps), Fixed(jnp.int32(width - 1)), widths=(width,),
+        )  # fmt: skip
+
+    widths = widths_for(drafter.num_draft_tokens, Fixed(jnp.int32(0)))
+    seconds = _in_turn({w: functools.partial(cycles, w) for w in widths}, repeats)
+    return {width: statistics.median(runs) / steps for width, runs in seconds.items()}
+
+
 def breakdown(
     target: Target,
     drafter: Drafter,
@@ -294,39 +388,22 @@ def breakdown(
             f"{steps} cycles of K={k} need max_len ≥ {length + steps * (k + 1)}, got {max_len}"
         )
     sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
-    rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), batch)
-
-    def fresh() -> tuple[Row, KVCache, PyTree]:
-        tokens = rng.integers(0, target.config.vocab_size, (batch, max_len))
-        full = jnp.full(batch, max_len, jnp.int32)
-        rows = Row(
-            jnp.asarray(tokens, jnp.int32),
-            jnp.full(batch, length, jnp.int32),
-            full,
-            jnp.asarray(np.full(batch, StopReason.LENGTH, np.int32)),
-            jnp.zeros(batch, jnp.int32),
-        )
-        state = KVCache.zeros(target.config, max_len, target.dtype), drafter.init_state(max_len)
-        return rows, *jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
-
-    no_stops = jnp.full(8, -1, jnp.int32)
+    fresh = functools.partial(_fresh, target, drafter, batch, max_len, length, seed)
     committed = []
 
     def plain() -> Callable[[], PlainState]:
         rows, cache, _ = fresh()
         return functools.partial(
             plain_loop, target.graphdef, target.params, PlainState(rows, cache, jnp.int32(0)),
-            sampling, None if sampling is None else keys, no_stops, jnp.int32(steps),
+            sampling, None if sampling is None else keys, NO_STOPS, jnp.int32(steps),
         )  # fmt: skip
 
     def cycle() -> Callable[[], SpeculativeState]:
-        rows, cache, drafter_state = fresh()
-        counts = Counts.zeros(batch, steps)
-        state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
+        state = _first_state(drafter, steps, *fresh())
         return functools.partial(
             speculative_loop, target.graphdef, target.params, drafter, drafter_params, rule, state,
-            sampling, keys, no_stops, jnp.int32(steps), widths=(k + 1,),
+            sampling, keys, NO_STOPS, jnp.int32(steps), widths=(k + 1,),
         )  # fmt: skip
 
     def draft() -> Callable[[], Any]:
@@ -359,18 +436,12 @@ def breakdown(
     parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
     parts["rule"] = rule_only
     parts["read"] = lambda: functools.partial(_sum, large)
-    seconds: dict[str, list[float]] = {name: [] for name in parts}
-    for repeat in range(repeats + 1):
-        for name, prepare in parts.items():
-            run = prepare()
-            jax.block_until_ready(run.args)
-            started = time.perf_counter()
-            done = jax.block_until_ready(run())
-            if repeat:
-                seconds[name].append(time.perf_counter() - started)
-            if repeat and name == "cycle":
-                committed.append(np.asarray(done.counts.committed))
-            del run, done  # their caches, before the next are made
+
+    def count(name: str, done: Any) -> None:
+        if name == "cycle":
+            committed.append(np.asarray(done.counts.committed))
+
+    seconds = _in_turn(parts, repeats, count)
 
     def timing(values: list[float]) -> Timing:
         return Timing(statistics.median(values), min(values), max(values))

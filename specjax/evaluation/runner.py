@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from specjax.evaluation.identity import identical
 from specjax.evaluation.peer import Peer, PeerResult
 from specjax.models.target import Target
 from specjax.types import (
+    Controller,
     DecodeResult,
     Drafter,
     LoadedDrafter,
@@ -95,6 +97,13 @@ class Evaluation:
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
 
     @property
+    def speedup_interval(self) -> tuple[float, float]:
+        """Where it lies in 95 of 100 draws of as many batches from these."""
+        pairs = zip(self.speculative, self.plain, strict=True)
+        sums = [[x for run in pair for x in (run.num_tokens, run.decode_seconds)] for pair in pairs]
+        return metrics.interval(np.array(sums), lambda s: s[:, 0] / s[:, 1] / (s[:, 2] / s[:, 3]))
+
+    @property
     def times_peer_plain(self) -> float | None:
         """Tokens per second of plain decoding over those of `transformers`, prefill included."""
         return _times(self.plain, self.peer_plain)
@@ -110,7 +119,7 @@ def _times(results: list[DecodeResult], peer: list[PeerResult]) -> float | None:
     if not peer:
         return None
     seconds = sum(result.prefill_seconds + result.decode_seconds for result in results)
-    tokens = sum(len(row) for result in results for row in result.tokens)
+    tokens = sum(result.num_tokens for result in results)
     return tokens / seconds / peer_tokens_per_second(peer)
 
 
@@ -128,6 +137,7 @@ def evaluate(
     prompts: Sequence[Any],
     *,
     batch: int = 1,
+    controllers: Mapping[str, Controller | None] = types.MappingProxyType({}),
     peer: Peer | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -142,6 +152,7 @@ def evaluate(
       drafters: by name.
       prompts: as `specjax.decode` takes one.
       batch: prompts decoded together.
+      controllers: of those drafters that have one, by name.
       peer: also takes its turn, in the greedy mode; speculatively with the drafters of
         `PEER_MODES`, where `batch` is 1.
       progress: called with (what, prompts done, prompts in all).
@@ -166,12 +177,16 @@ def evaluate(
         k = drafter.num_draft_tokens if name else 0
         return [peer.decode(rows, mode=mode, num_draft_tokens=k, max_new_tokens=budget)]
 
+    def speculate(name: str, rows: Sequence[Any], options: dict[str, Any]) -> DecodeResult:
+        controller = controllers.get(name)
+        return decode(target, drafters[name], rows, controller=controller, **options)
+
     budget = options.get("max_new_tokens", 128)
     few = min(budget, 2) if "max_len" in options else budget
     for rows in batches:
+        short = options | {"max_new_tokens": few}
         for name in (None, *drafters):
-            drafter = drafters[name] if name else None
-            decode(target, drafter, rows, **options | {"max_new_tokens": few})
+            speculate(name, rows, short) if name else decode(target, None, rows, **short)
             ask_peer(rows, name, few)
     for number, rows in enumerate(batches):
         if progress:
@@ -182,8 +197,8 @@ def evaluate(
         if StopReason.NAN in plain[-1].stop_reason:
             raise FloatingPointError(f"batch {number}: the target's output is not finite")
         peers[None] += ask_peer(rows, None, budget)
-        for name, drafter in drafters.items():
-            runs[name].append(decode(target, drafter, rows, **options))
+        for name in drafters:
+            runs[name].append(speculate(name, rows, options))
             if StopReason.NAN in runs[name][-1].stop_reason:
                 raise FloatingPointError(f"batch {number}: {name}: the output is not finite")
             peers[name] += ask_peer(rows, name, budget)

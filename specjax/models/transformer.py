@@ -94,13 +94,17 @@ def causal_mask(length: int) -> jax.Array:
     return jnp.tril(jnp.ones((length, length), bool))
 
 
+def frequencies(head_dim: int, theta: float, factors: tuple[float, ...]) -> np.ndarray:
+    """Radians a position by which each pair turns, `[head_dim / 2]` (RoFormer, eq. 15)."""
+    return theta ** -(np.arange(0, head_dim, 2) / head_dim) / np.asarray(factors or 1.0)
+
+
 def rotation(
     head_dim: int, theta: float, factors: tuple[float, ...], positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the rotary angles, float32 `[T, 1, head_dim / 2]`."""
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    frequencies = frequencies / np.asarray(factors or 1.0)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    turns = frequencies(head_dim, theta, factors).astype(np.float32)
+    angles = positions[:, None, None].astype(jnp.float32) * turns
     return jnp.cos(angles), jnp.sin(angles)
 
 

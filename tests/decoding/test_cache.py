@@ -39,7 +39,7 @@ def start(target, drafter, prompts=PROMPTS, size=SIZE, budget=BUDGET):
     )  # fmt: skip
     if drafter is None:
         return PlainState(rows, cache, jnp.int32(0))
-    return SpeculativeState(rows, cache, state, Counts.zeros(len(ids), size), jnp.int32(0))
+    return SpeculativeState(rows, cache, state, Counts.zeros(len(ids), size, drafter), jnp.int32(0))
 
 
 def run(target, drafter, state, until):
@@ -148,7 +148,7 @@ def temporaries(kind, max_len, sampled, batch=2):
             zero,
         )  # fmt: skip
     elif kind != "prefill":
-        carry = SpeculativeState(rows, cache, state, Counts.zeros(batch, 64), zero)
+        carry = SpeculativeState(rows, cache, state, Counts.zeros(batch, 64, drafter), zero)
         lowered = speculative_loop.lower(
             target.graphdef, target.params, drafter, params, rule, carry, sampling, keys, stops,
             zero, widths=(1, 5),

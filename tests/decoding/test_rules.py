@@ -251,7 +251,9 @@ def temporaries(kind, rule):
         sampling = None
     else:
         keys = decoding._request_keys(jax.random.key(0), batch)
-    carry = SpeculativeState(rows, cache, state, Counts.zeros(batch, 64), jnp.int32(0))
+    carry = SpeculativeState(
+        rows, cache, state, Counts.zeros(batch, 64, loaded.drafter), jnp.int32(0)
+    )
     lowered = speculative_loop.lower(
         target.graphdef, target.params, loaded.drafter, loaded.params, rule, carry, sampling, keys,
         jnp.zeros(0, jnp.int32), jnp.int32(0), widths=(1, width),

@@ -150,6 +150,32 @@ def drafter(tiny, texts) -> LoadedDrafter:
     return dataclasses.replace(loaded, params=params)
 
 
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_slots_begin_by_looking_at_what_is_just_before(tiny, texts, qk_norm):
+    """Another anchor, or another row before it, moves the states more than one far away does."""
+    loaded = dflash.from_config(
+        tiny, 0, np.ones(61, int), mask_token=60, num_layers=2, block_size=4, taps=(0, 1, 2),
+        qk_norm=qk_norm,
+    )  # fmt: skip
+    trace = row_of(trace_of(tiny, loaded.drafter, PROMPTS, texts), 2)
+    assert len(trace.tokens) > 40
+
+    def states(trace):
+        anchors = jnp.array([36])
+        return loaded.drafter.blocks_at(loaded.params, tiny.params, trace, anchors, 4)[0, 1:]
+
+    def moved(index):
+        swapped = trace.features.at[index].set(trace.features[index - 1])
+        return np.linalg.norm(states(dataclasses.replace(trace, features=swapped)) - plain)
+
+    plain = states(trace)
+    near, far = (np.mean([moved(i) for i in rows]) for rows in ((33, 34, 35), (3, 6, 9, 12)))
+    assert near > 3 * far
+    token = trace.tokens.at[36].set((trace.tokens[36] + 7) % 60)
+    anchor = np.linalg.norm(states(dataclasses.replace(trace, tokens=token)) - plain)
+    assert anchor > 3 * far
+
+
 def test_greedy_text_is_plain_text(tiny, drafter, texts):
     result = specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40)
     assert [row.tolist() for row in result.tokens] == texts

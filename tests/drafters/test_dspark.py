@@ -18,6 +18,7 @@ import specjax
 from specjax.distillation.trainer import replayed
 from specjax.drafters import dflash, dspark
 from specjax.drafters.fusion import folded
+from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import Losses
 from specjax.models.target import Target, random_target
 from specjax.models.transformer import logits_of
@@ -160,8 +161,16 @@ def test_trained_blocks_are_the_decoding_loops(tiny, drafter, texts):
         assert np.abs(jax.nn.log_softmax(logits[0]) - draft.log_q).max() <= 1e-4
 
 
-def test_terms_are_those_of_every_block_by_itself(tiny, drafter, texts):
-    """Decayed from slot 0, and only up to a block's first token that is not learnt."""
+@pytest.mark.parametrize("said", [None, DraftVocabulary(tuple(range(0, 61, 2)), 61)])
+def test_terms_are_those_of_every_block_by_itself(tiny, drafter, texts, said):
+    """Decayed from slot 0, and only up to a block's first token that is not learnt.
+
+    With a vocabulary of the loss the laws are those of its tokens alone, and others are not said.
+    """
+    drafter = dataclasses.replace(
+        drafter, drafter=dataclasses.replace(drafter.drafter, loss_vocabulary=said)
+    )
+    ids = np.arange(61) if said is None else said.array
     trace = row_of(trace_of(tiny, drafter.drafter, PROMPTS, texts), 2)
     trace = dataclasses.replace(trace, weights=trace.weights.at[35:38].set(0))
     key = jax.random.key(1)
@@ -175,12 +184,13 @@ def test_terms_are_those_of_every_block_by_itself(tiny, drafter, texts):
         for k in range(3):
             if not weights[anchor + k]:
                 break
-            p = jax.nn.softmax(logits_of(tiny.params, trace.hidden[anchor + k]))
-            q, share = jax.nn.softmax(block[k]), np.exp(-k / 4.0)
+            p = jax.nn.softmax(logits_of(tiny.params, trace.hidden[anchor + k])[ids])
+            q, share = jax.nn.softmax(block[k][ids]), np.exp(-k / 4.0)
+            token = np.flatnonzero(ids == trace.tokens[anchor + k + 1])
             alpha = jnp.minimum(p, q).sum()
             chance = jax.nn.sigmoid(confidence[k])
             values = (
-                -jnp.log(q[trace.tokens[anchor + k + 1]]),
+                -jnp.log(q[token[0]]) if token.size else 0.0,
                 1 - alpha,
                 -alpha * jnp.log(chance) - (1 - alpha) * jnp.log(1 - chance),
             )

@@ -398,7 +398,9 @@ def test_its_cache_holds_true_features_and_stale_state_never_matters(tiny, draft
         tiny.graphdef, tiny.params, loaded.drafter, loaded.params, rows,
         *decoding._broadcast(empty, len(ids)), longest=max(map(len, ids)),
     )  # fmt: skip
-    state = SpeculativeState(rows, cache, own, Counts.zeros(len(ids), SIZE), jnp.int32(0))
+    state = SpeculativeState(
+        rows, cache, own, Counts.zeros(len(ids), SIZE, loaded.drafter), jnp.int32(0)
+    )
     traces = trace_of(tiny, loaded.drafter, PROMPTS, texts)
     fresh = jax.vmap(lambda row: observed(tiny, loaded, row, 75).cache)(traces)
     slots, cycle = jnp.arange(SIZE), 0

@@ -191,7 +191,9 @@ def start(target, loaded, prompts, budget):
         target.graphdef, target.params, loaded.drafter, loaded.params, rows, cache, state,
         longest=max(map(len, ids)),
     )  # fmt: skip
-    return SpeculativeState(rows, cache, state, Counts.zeros(len(ids), SIZE), jnp.int32(0))
+    return SpeculativeState(
+        rows, cache, state, Counts.zeros(len(ids), SIZE, loaded.drafter), jnp.int32(0)
+    )
 
 
 def stale(length, tree, behind):

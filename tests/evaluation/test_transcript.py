@@ -15,7 +15,7 @@ def result(tokens, cycles, tokenizer=None):
     accepted, drafted, committed = (np.array(column) for column in zip(*cycles, strict=True))
     return DecodeResult(
         [np.zeros(1, int)], [np.array(tokens)], [StopReason.EOS], [accepted], [drafted],
-        [committed], 3, 3, 0.0, 1.0, tokenizer,
+        [committed], [np.zeros((len(cycles), 0))], 3, 3, 0.0, 1.0, tokenizer,
     )  # fmt: skip
 
 

@@ -6,17 +6,20 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax.drafters.dflash.checkpoint import default_taps, load, said_tokens
 from specjax.drafters.dflash.drafter import DFlash
+from specjax.drafters.dflash.looking_back import looking_back
 from specjax.drafters.dflash.network import DFlashNetwork
-from specjax.drafters.fusion import measured_scale
+from specjax.drafters.fusion import usual_features, usual_scale, usual_tokens
+from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import ModelConfig, drafting_layers
 from specjax.models.target import Target
-from specjax.models.transformer import check_taps
+from specjax.models.transformer import RMSNorm, check_taps
 from specjax.types import LoadedDrafter
 
 
@@ -38,8 +41,9 @@ def from_config(
     decay: float = 0.0,
     random_anchors: bool = True,
     strict_anchors: bool = False,
+    loss_vocab_size: int = 0,
 ) -> LoadedDrafter:
-    """The last norm begins as the target's, the rest at random.
+    """The last norm begins as a tenth of the target's, layers as `looking_back` has them.
 
     Args:
       target: what it drafts for.
@@ -55,10 +59,12 @@ def from_config(
       qk_norm: norm queries and keys, as Qwen3 does.
       num_draft_tokens: K when it decodes; 0 for the whole block.
       num_anchors, decay, random_anchors, strict_anchors: as in `DFlash`.
+      loss_vocab_size: compare that many of the most frequent tokens in training; 0 for all.
     """
     training = {
         "num_anchors": num_anchors, "decay": decay, "random_anchors": random_anchors,
         "strict_anchors": strict_anchors,
+        "loss_vocabulary": loss_vocabulary(loss_vocab_size, token_counts),
     }  # fmt: skip
     if model:
         loaded = load(pathlib.Path(model), target, num_draft_tokens or None)
@@ -89,6 +95,11 @@ def first_layers(
     return config, taps, jnp.dtype(target.dtype)
 
 
+def loss_vocabulary(size: int, token_counts: np.ndarray) -> DraftVocabulary | None:
+    """The most frequent tokens; None for all of them."""
+    return DraftVocabulary.of_counts(token_counts, size) if size else None
+
+
 def check_mask_token(mask_token: int, target: Target, token_counts: np.ndarray) -> None:
     """Raises ValueError for a token that the target says; the message has one that it does not."""
     if not 0 <= mask_token < len(token_counts):
@@ -108,10 +119,21 @@ def check_mask_token(mask_token: int, target: Target, token_counts: np.ndarray) 
 def first_params(
     drafter: DFlash, target: Target, seed: int, token_counts: np.ndarray
 ) -> dict[str, Any]:
-    """The trunk's."""
-    config, taps = drafter.config, drafter.taps
+    """The trunk's. Slots begin sure of nothing, and look back."""
+    config, taps, table = drafter.config, drafter.taps, target.params["embedding"]
     fresh = DFlashNetwork(config, len(taps), rngs=nnx.Rngs(seed), dtype=drafter.dtype)
+    features = usual_features(target, taps, token_counts, seed)
+    fresh.fuse.feature_scale[...] = usual_scale(features)
+    norm = RMSNorm(config.hidden_size, config)
+    tokens = jnp.asarray(usual_tokens(token_counts, seed, 4096))
+    rows = (
+        fresh.context_rows(features, jnp.arange(len(features)))[1],
+        norm(table[tokens]),
+        norm(table[drafter.mask_token]),
+    )
+    rows = [np.asarray(x, np.float32) for x in rows]
     params = nnx.to_pure_dict(nnx.state(fresh))
-    params["fuse"]["feature_scale"] = measured_scale(target, taps, token_counts, seed)
-    params["final_norm"] = target.params["final_norm"]
+    for number, block in params["blocks"].items():
+        params["blocks"][number] = looking_back(block, config, drafter.block_size, *rows)
+    params["final_norm"] = jax.tree.map(lambda x: 0.1 * x, target.params["final_norm"])
     return params

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.drafters.dflash.network import DFlashNetwork, graphdef
+from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import Losses, token_losses, weighted_sums
 from specjax.models.cache import KVCache, write_if_finite
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import embed, logits_of
+from specjax.models.transformer import embed, head_of, logits_of
 from specjax.noise import Noise
 from specjax.sampling import Sampling, argmax, log_probs, sample
 from specjax.types import Committed, Context, Draft, PyTree, Terms, Trace
@@ -56,6 +57,9 @@ class DFlash:
       random_anchors: blocks begin anywhere; else at every block_size-th predicted token.
       strict_anchors: the anchor itself must be the target's text, as published; by default only the
         token after it, since decoding begins at the prompt's last token.
+      loss_vocabulary: the tokens whose logits are compared in training, all by default. The head is
+        the target's and has many more rows than columns, so a slot that is right about thousands of
+        tokens is right about the rest (ours).
       embedding_scale: of the target's embedding rows.
       causal_windows: sliding layers hide what lies ahead in the block.
     """
@@ -70,10 +74,12 @@ class DFlash:
     decay: float = 0.0
     random_anchors: bool = True
     strict_anchors: bool = False
+    loss_vocabulary: DraftVocabulary | None = None
     embedding_scale: float = 1.0
     causal_windows: bool = True
 
     first_slot = 1  # the first that predicts: slot k gives the token of position anchor + k
+    confident = False
     prefix_only = False  # whether a block's drafts behind a token that is not learnt count
 
     def __post_init__(self):
@@ -274,10 +280,11 @@ class DFlash:
         weights = trace.weights[after] * own_text * any_block[:, None]
         if self.prefix_only:
             weights *= jnp.cumprod(weights > 0, axis=1)
-        one = functools.partial(self._values, params, target_params, losses)
+        compared = len(self.loss_vocabulary or range(self.config.vocab_size))
+        one = functools.partial(self._values, *self._heads(params, target_params), losses)
         tokens = jnp.concatenate([trace.tokens, trace.tokens[:1]])
         arrays = tokens[after], tokens[after + 1], trace.hidden[after], hidden
-        chunk = max(1, 128 // len(drafts))
+        chunk = max(1, 128 * self.config.vocab_size // compared // len(drafts))
         sums = weighted_sums(one, weights, *arrays, chunk=chunk, remat=losses.remat)
         share = jnp.exp(-(drafts - 1) / self.decay) if self.decay else jnp.ones(len(drafts))
         terms = {}
@@ -301,17 +308,30 @@ class DFlash:
         """The losses and α of n blocks, `[n, K]`.
 
         Args:
-          params, target_params, losses: as in `objective`.
+          params, target_params: as `_heads` gives them.
+          losses: as in `objective`.
           before, tokens: `[n, K]`, the text's token before each draft and its own.
           target_hidden, hidden: `[n, K, D]`, the target's state before it and the slot's.
         """
         shape, depth = tokens.shape, hidden.shape[-1]
+        known = True
+        if self.loss_vocabulary:
+            tokens, known = self.loss_vocabulary.locate(tokens)
         target_logits = jax.lax.stop_gradient(
             logits_of(target_params, target_hidden.reshape(-1, depth))
         )
         logits = self._logits(params, target_params, before, hidden)
         values = token_losses(losses.names, tokens.ravel(), target_logits, logits)
-        return {name: x.reshape(shape) for name, x in values.items()}
+        values = {name: x.reshape(shape) for name, x in values.items()}
+        if "cross_entropy" in values:
+            values["cross_entropy"] = jnp.where(known, values["cross_entropy"], 0.0)
+        return values
+
+    def _heads(self, params: PyTree, target_params: PyTree) -> tuple[PyTree, PyTree]:
+        """Both params with the rows of their heads that are compared in training."""
+        if not self.loss_vocabulary:
+            return params, target_params
+        return params, {"head_weight": head_of(target_params)[self.loss_vocabulary.array]}
 
     def agreement(self, params: PyTree, target_params: PyTree, trace: Trace) -> jax.Array:
         """Every token of the text is an anchor once."""

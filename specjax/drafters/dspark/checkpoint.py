@@ -47,6 +47,7 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
         markov_head=own.get("markov_head_type", "vanilla"),
         confidence=float(bool(own.get("enable_confidence_head", False))),
         confidence_with_markov=bool(own.get("confidence_head_with_markov", True)),
+        confidence_temperatures=tuple(own.get("confidence_temperatures", ())),
     )
     dflash.check_copies(tensors, target, folder)
     params = convert.assemble(
@@ -101,4 +102,6 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
         "confidence_head_with_markov": drafter.confidence_with_markov,
         "sample_from_anchor": True,
     }
+    if drafter.confidence_temperatures:  # ours; other engines pass it over
+        described["confidence_temperatures"] = list(drafter.confidence_temperatures)
     huggingface.write_folder(folder, described, tensors)

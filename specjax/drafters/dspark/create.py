@@ -8,7 +8,12 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from specjax.drafters.dflash.create import check_mask_token, first_layers, first_params
+from specjax.drafters.dflash.create import (
+    check_mask_token,
+    first_layers,
+    first_params,
+    loss_vocabulary,
+)
 from specjax.drafters.dspark.checkpoint import load
 from specjax.drafters.dspark.drafter import DSpark, new_confidence, new_markov
 from specjax.models.target import Target
@@ -33,6 +38,7 @@ def from_config(
     decay: float = 4.0,
     random_anchors: bool = True,
     strict_anchors: bool = False,
+    loss_vocab_size: int = 0,
     markov_rank: int = 256,
     markov_head: str = "vanilla",
     confidence: float = 1.0,
@@ -43,6 +49,7 @@ def from_config(
     training = {
         "num_anchors": num_anchors, "decay": decay, "random_anchors": random_anchors,
         "strict_anchors": strict_anchors, "detach_confidence": detach_confidence,
+        "loss_vocabulary": loss_vocabulary(loss_vocab_size, token_counts),
     }  # fmt: skip
     if model:
         loaded = load(pathlib.Path(model), target, num_draft_tokens or None)

@@ -41,6 +41,8 @@ class DSpark(DFlash):
         for no such head.
       confidence_with_markov: the head sees the token before, too.
       detach_confidence: it does not move the trunk.
+      confidence_temperatures: of the slots' logits of confidence, fitted by `calibration`; the last
+        is that of all further slots, none is 1.
     """
 
     markov_rank: int = 256
@@ -48,6 +50,7 @@ class DSpark(DFlash):
     confidence: float = 1.0
     confidence_with_markov: bool = True
     detach_confidence: bool = False
+    confidence_temperatures: tuple[float, ...] = ()
 
     first_slot = 0  # the anchor's slot predicts, too
     prefix_only = True
@@ -56,6 +59,15 @@ class DSpark(DFlash):
         super().__post_init__()
         if self.markov_head not in KINDS:
             raise ValueError(f"unknown Markov head {self.markov_head!r}; known: {', '.join(KINDS)}")
+        if not all(0 < x < float("inf") for x in self.confidence_temperatures):
+            raise ValueError(
+                f"confidence temperatures must be above 0, got {self.confidence_temperatures}"
+            )
+
+    @property
+    def confident(self) -> bool:
+        """Whether there is a confidence head."""
+        return bool(self.confidence)
 
     def markov(self, params: PyTree) -> MarkovHead:
         """The head of the token before."""
@@ -90,7 +102,18 @@ class DSpark(DFlash):
         slots = jnp.arange(len(hidden))
         first = anchor.astype(jnp.int32), head.first_state()
         _, (tokens, log_q, finite) = jax.lax.scan(step, first, (slots, hidden, base))
-        return Draft(tokens, log_q, jnp.cumprod(finite.astype(jnp.int32)).sum())
+        told = None
+        if self.confident:
+            before = jnp.append(anchor, tokens[:-1])
+            sure = self.confidence_logits(params, before, hidden)
+            told = jax.nn.sigmoid(sure / self._temperatures(len(slots)))
+        valid = jnp.cumprod(finite.astype(jnp.int32)).sum()
+        return Draft(tokens, log_q, valid, confidence=told)
+
+    def _temperatures(self, slots: int) -> jax.Array:
+        """`[slots]`, of the logits of confidence."""
+        known = self.confidence_temperatures or (1.0,)
+        return jnp.asarray([known[min(slot, len(known) - 1)] for slot in range(slots)], jnp.float32)
 
     def terms_of(self, losses: Mapping[str, float]) -> dict[str, float]:
         """A loss is one term; confidence is one more."""
@@ -123,6 +146,13 @@ class DSpark(DFlash):
         if self.detach_confidence:
             parts = jax.lax.stop_gradient(parts)
         return nnx.merge(confidence_graphdef(self), params["confidence"])(*parts)
+
+    def _heads(self, params: PyTree, target_params: PyTree) -> tuple[PyTree, PyTree]:
+        params, target_params = super()._heads(params, target_params)
+        if self.loss_vocabulary:
+            rows = params["markov"]["head_weight"][self.loss_vocabulary.array]
+            params = params | {"markov": params["markov"] | {"head_weight": rows}}
+        return params, target_params
 
     def _logits(
         self, params: PyTree, target_params: PyTree, before: jax.Array, hidden: jax.Array

@@ -13,7 +13,7 @@ from flax import nnx
 from specjax.drafters.eagle3 import checkpoint
 from specjax.drafters.eagle3.drafter import Eagle3
 from specjax.drafters.eagle3.network import Eagle3Network
-from specjax.drafters.fusion import measured_scale
+from specjax.drafters.fusion import usual_features, usual_scale
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import drafting_layers
 from specjax.models.target import Target
@@ -73,7 +73,8 @@ def from_config(
     fresh = Eagle3Network(config, len(taps), rngs=nnx.Rngs(seed), dtype=target.dtype)
     params = nnx.to_pure_dict(nnx.state(fresh))
     params["layer"]["qkv"] = _looking_at_itself(params["layer"]["qkv"])
-    params["fuse"]["feature_scale"] = measured_scale(target, taps, token_counts, seed)
+    features = usual_features(target, taps, token_counts, seed)
+    params["fuse"]["feature_scale"] = usual_scale(features)
     params["final_norm"] = target.params["final_norm"]
     if own_head:
         params["head_weight"] = head

@@ -1,0 +1,135 @@
+r"""Makes the confidence of a DSpark drafter true, and writes it with the temperatures that do.
+
+  python -m experiments.calibrate --target=smollm2 --drafter=runs/smollm2_dspark/drafter \
+    --prompts=held_out.jsonl --temperature=1 --out=runs/smollm2_dspark/calibrated
+
+The prompts are decoded, the cycles of every other one fitted, and the table is about the rest, which
+were not: how far the survival that is told is from what survives (expected calibration error), before
+and after. Take prompts that are in no evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from experiments import launch
+from specjax.drafters import export
+from specjax.drafters.dspark import DSpark, calibration
+from specjax.evaluation.prompts import read_prompts
+from specjax.types import DecodeResult, LoadedDrafter
+
+_TARGET = launch.define_target()
+_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a DSpark drafter.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
+_LIMIT = flags.DEFINE_integer("limit", None, "Prompts; all by default.", lower_bound=2)
+_OUT = flags.DEFINE_string("out", None, "Folder that the calibrated drafter is written to.")
+_RULE = launch.define_rule()
+_SAMPLING = launch.define_sampling()
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Prompts decoded together.", lower_bound=1)
+_JSON = launch.define_json()
+
+
+def main() -> None:
+    """Decodes, fits, prints the table, writes."""
+    launch.require(
+        target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value, out=_OUT.value
+    )
+    launch.check_writable(_JSON.value)
+    target = launch.load_target(_TARGET.value)
+    loaded = launch.load_drafter(_DRAFTER.value, target, None, [])
+    if not isinstance(loaded, LoadedDrafter) or not isinstance(loaded.drafter, DSpark):
+        raise ValueError(f"--drafter={_DRAFTER.value} is no DSpark drafter")
+    if not loaded.drafter.confident:
+        raise ValueError(f"--drafter={_DRAFTER.value} has no confidence head to calibrate")
+    prompts = dict(enumerate(read_prompts(_PROMPTS.value, _LIMIT.value), start=1))
+    ids = launch.encode(target, _PROMPTS.value, "prompt", prompts)
+    if len(ids) < 2:
+        raise ValueError(f"{_PROMPTS.value}: one prompt cannot be fitted and held out")
+    raw = dataclasses.replace(loaded.drafter, confidence_temperatures=())
+    loaded = dataclasses.replace(loaded, drafter=raw)
+    options = {"max_new_tokens": _MAX_NEW_TOKENS.value, "rule": _RULE.value}
+    options |= launch.sampling_options(_SAMPLING)
+    key = options["key"]
+    with launch.progress() as report:
+        results = []
+        for start in range(0, len(ids), _BATCH.value):
+            if report:
+                report("decoding", start, len(ids))
+            options["key"] = jax.random.fold_in(key, start)
+            batch = ids[start : start + _BATCH.value]
+            results.append(specjax.decode(target, loaded, batch, **options))
+    result = DecodeResult.pooled(results)
+    fitted = calibration.temperatures(*cycles(result, slice(0, None, 2)))
+    rows = table(fitted, *cycles(result, slice(1, None, 2)))
+    show(rows)
+    drafter = dataclasses.replace(raw, confidence_temperatures=tuple(fitted.tolist()))
+    export(dataclasses.replace(loaded, drafter=drafter), target, pathlib.Path(_OUT.value))
+    settings = {
+        "target": target.name,
+        "drafter": _DRAFTER.value,
+        "prompts": len(ids),
+        **{name: flag.value for name, flag in _SAMPLING.items()},
+        **launch.machine(),
+    }
+    launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
+
+
+def cycles(result: DecodeResult, prompts: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Confidence, accepted and drafted of all cycles of some prompts."""
+    columns = result.confidence, result.accepted, result.drafted
+    return tuple(np.concatenate(column[prompts]) for column in columns)
+
+
+def table(
+    temperatures: np.ndarray, confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarray
+) -> list[dict[str, Any]]:
+    """What is told and what survives, slot by slot, on cycles that were not fitted."""
+    ones = np.ones_like(temperatures)
+    before, after = (calibration.survival(confidence, scale) for scale in (ones, temperatures))
+    rows = []
+    for slot, temperature in enumerate(temperatures.tolist()):
+        tried = drafted > slot
+        survived = accepted[tried] > slot
+        rows.append(
+            {
+                "draft": slot + 1,
+                "cycles": int(tried.sum()),
+                "survived": float(survived.mean()) if tried.any() else None,
+                "temperature": temperature,
+            }
+        )
+        for name, told in (("before", before), ("after", after)):
+            values = told[tried, slot]
+            known = tried.any()
+            rows[-1] |= {
+                f"told_{name}": float(values.mean()) if known else None,
+                f"error_{name}": calibration.calibration_error(values, survived) if known else None,
+            }
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    shown = Table()
+    headings = ["draft", "cycles", "survived", "told before", "after", "error before", "after"]
+    for heading in [*headings, "temperature"]:
+        shown.add_column(heading)
+    for row in rows:
+        names = "survived", "told_before", "told_after", "error_before", "error_after"
+        figures = ["–" if row[name] is None else f"{row[name]:.3f}" for name in names]
+        shown.add_row(str(row["draft"]), str(row["cycles"]), *figures, f"{row['temperature']:.2f}")
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    launch.run(main)
