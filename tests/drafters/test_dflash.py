@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import specjax
@@ -19,10 +20,11 @@ from specjax.checkpoints.load import load_target
 from specjax.distillation.trainer import replayed
 from specjax.drafters import dflash
 from specjax.drafters.dflash.checkpoint import default_taps
+from specjax.drafters.dflash.looking_back import looking_back
 from specjax.drafters.fusion import folded
 from specjax.losses import Losses
 from specjax.models.target import Target, random_target
-from specjax.models.transformer import logits_of
+from specjax.models.transformer import Block, logits_of, rotation
 from specjax.noise import Noise
 from specjax.sampling import Sampling
 from specjax.types import Context, LoadedDrafter, Trace
@@ -151,29 +153,30 @@ def drafter(tiny, texts) -> LoadedDrafter:
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_slots_begin_by_looking_at_what_is_just_before(tiny, texts, qk_norm):
-    """Another anchor, or another row before it, moves the states more than one far away does."""
-    loaded = dflash.from_config(
-        tiny, 0, np.ones(61, int), mask_token=60, num_layers=2, block_size=4, taps=(0, 1, 2),
-        qk_norm=qk_norm,
-    )  # fmt: skip
-    trace = row_of(trace_of(tiny, loaded.drafter, PROMPTS, texts), 2)
-    assert len(trace.tokens) > 40
+def test_slots_begin_by_looking_at_what_is_just_before(qk_norm):
+    """Scores of a mask fall with distance, an anchor's are higher, and other masks are not seen."""
+    config = dataclasses.replace(TINY, hidden_size=128, head_dim=64, qk_norm=qk_norm)
+    block = Block(config, jnp.float32, nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    usual = rng.normal(0, 1, (3, 128))  # rows of a kind have something in common
+    context, anchors = (0.5 * usual[i] + rng.normal(0, 1, (256, 128)) for i in (0, 1))
+    mask = usual[2] / np.sqrt(np.mean(usual[2] ** 2))
+    params = looking_back(nnx.to_pure_dict(nnx.state(block)), config, 8, context, anchors, mask)
+    nnx.update(block, params)
 
-    def states(trace):
-        anchors = jnp.array([36])
-        return loaded.drafter.blocks_at(loaded.params, tiny.params, trace, anchors, 4)[0, 1:]
+    def scores(rows, distance):
+        """Mean over rows and heads: a mask at 40, and each row so far before it."""
+        turns = (rotation(64, config.rope_theta, (), jnp.full(1, at)) for at in (40, 40 - distance))
+        ask, seen = turns
+        queries, _, _ = block.project(jnp.asarray(mask, jnp.float32)[None], *ask)
+        many = jax.tree.map(lambda x: jnp.repeat(x, len(rows), 0), seen)
+        keys, _ = block.keys_values(jnp.asarray(rows, jnp.float32), *many)
+        return float(jnp.einsum("gnd,gtd->gnt", queries[0], keys).mean()) * block.scale
 
-    def moved(index):
-        swapped = trace.features.at[index].set(trace.features[index - 1])
-        return np.linalg.norm(states(dataclasses.replace(trace, features=swapped)) - plain)
-
-    plain = states(trace)
-    near, far = (np.mean([moved(i) for i in rows]) for rows in ((33, 34, 35), (3, 6, 9, 12)))
-    assert near > 3 * far
-    token = trace.tokens.at[36].set((trace.tokens[36] + 7) % 60)
-    anchor = np.linalg.norm(states(dataclasses.replace(trace, tokens=token)) - plain)
-    assert anchor > 3 * far
+    near, middle, far = (scores(context, distance) for distance in (1, 4, 8))
+    assert near > middle + 1 > far + 3
+    assert scores(anchors, 1) > near > 4
+    assert abs(scores(mask[None], 1)) < 1
 
 
 def test_greedy_text_is_plain_text(tiny, drafter, texts):
