@@ -6,7 +6,8 @@ r"""DFlash for Qwen3 8B by its authors' recipe (Chen et al. 2026), on a pod.
 About 800,000 prompts of Nemotron Post-Training V2 and CodeAlpaca, answered by the target without
 thinking, 6 epochs; five layers, blocks of 16, cross-entropy with γ = 7. Their figures at temperature 0:
 τ 6.54 (GSM8K), 6.50 (HumanEval), 4.24 (MT-Bench).
-Not run here. With `:runlocal` SmolLM2 stands in.
+A batch here is of packed rows, each of several texts where those are short: lower `total_steps` by as
+much for as many epochs. Not run here. With `:runlocal` SmolLM2 stands in.
 """
 
 from ml_collections import ConfigDict

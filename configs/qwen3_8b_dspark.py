@@ -6,7 +6,8 @@ r"""DSpark for Qwen3 8B by its authors' recipe (DeepSeek-AI 2026), on a pod.
 1.3 million prompts of Open-PerfectBlend, answered by the target without thinking, 10 epochs of
 batches of 512; five layers, blocks of 7. Their figures at temperature 1: τ 6.17 (GSM8K), 5.52
 (HumanEval), 3.72 (MT-Bench).
-Not run here. With `:runlocal` SmolLM2 stands in.
+A batch here is of packed rows, each of several texts where those are short: lower `total_steps` by as
+much for as many epochs. Not run here. With `:runlocal` SmolLM2 stands in.
 """
 
 from ml_collections import ConfigDict

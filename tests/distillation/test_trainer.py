@@ -428,7 +428,7 @@ batch = {
 optimizer, _ = make_optimizer(CONFIG["optimizer"], 10)
 for sizes in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
     mesh = make_mesh(*sizes)
-    loaded = TRAINEES[sys.argv[1]](target, 3)
+    loaded = TRAINEES[sys.argv[1]](target, 2)
     recipe = steps.Recipe(
         target.graphdef, loaded.drafter, optimizer, (("forward_kl", 1.0),), jnp.float32
     )

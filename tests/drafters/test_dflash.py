@@ -341,6 +341,51 @@ def test_replayed_cycles_are_the_loops(tiny, drafter, texts):
         np.testing.assert_array_equal(cycles, counted)
 
 
+def with_windows(loaded, causal=True):
+    """The same weights, every layer seeing 6 positions."""
+    config = dataclasses.replace(
+        loaded.drafter.config, sliding_layers=(True, True), sliding_window=6,
+        sliding_rope_theta=loaded.drafter.config.rope_theta,
+    )  # fmt: skip
+    drafter = dataclasses.replace(loaded.drafter, config=config, causal_windows=causal)
+    return dataclasses.replace(loaded, drafter=drafter)
+
+
+def test_sliding_layers_see_their_window_only(tiny, drafter, texts):
+    """Slot k, at 36 + k, sees the positions behind 30 + k; what lies ahead in the block, if it may."""
+    trace = row_of(trace_of(tiny, drafter.drafter, PROMPTS, texts), 2)
+
+    def states(loaded, trace, width=4):
+        blocks_at = jax.jit(loaded.drafter.blocks_at, static_argnames="width")
+        return blocks_at(drafter.params, tiny.params, trace, jnp.array([36]), width=width)[0]
+
+    def negated(index):
+        features = trace.features.at[index].multiply(-1)
+        return dataclasses.replace(trace, features=features)
+
+    plain = states(with_windows(drafter), trace)
+    np.testing.assert_array_equal(states(with_windows(drafter), negated(30)), plain)
+    assert np.abs(states(with_windows(drafter), negated(31)) - plain)[0].max() > 1e-3
+    assert np.abs(states(drafter, negated(30)) - states(drafter, trace))[0].max() > 1e-3
+    for causal in (True, False):
+        chosen = with_windows(drafter, causal)
+        ahead = np.abs(states(chosen, trace, 4)[:2] - states(chosen, trace, 2)).max()
+        assert ahead < 1e-5 if causal else ahead > 1e-3
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sliding_layers_decode_as_they_are_trained(tiny, drafter, texts, causal):
+    loaded = with_windows(drafter, causal)
+    result = specjax.decode(tiny, loaded, PROMPTS, max_new_tokens=40, stop_tokens=[])
+    traces = trace_of(tiny, loaded.drafter, PROMPTS, texts)
+    agree = functools.partial(loaded.drafter.agreement, loaded.params, tiny.params)
+    agreement = np.asarray(jax.jit(jax.vmap(agree))(traces))
+    for row in (0, 2, 3, 4):
+        supervised = np.asarray(traces.weights[row] > 0)
+        (cycles,) = replayed(agreement[row], supervised, np.asarray(traces.tokens[row]), ())
+        np.testing.assert_array_equal(cycles[0], result.accepted[row])
+
+
 # --- checkpoints -------------------------------------------------------------------------------------
 
 
