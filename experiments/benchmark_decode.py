@@ -20,7 +20,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from experiments import launch
+from experiments import drafts, launch
 from specjax.evaluation.benchmark import Breakdown, Simulated, breakdown
 from specjax.models.shapes import SHAPES
 from specjax.models.target import random_target
@@ -31,9 +31,9 @@ _TARGET = launch.define_target()
 _RANDOM_INIT = flags.DEFINE_enum(
     "random_init", None, list(SHAPES), "Instead of a target: random weights of this shape."
 )
-_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
-_NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
-_TREE = launch.define_tree()
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{drafts.SPECS}.")
+_NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
+_TREE = drafts.define_tree()
 _SIMULATED_ALPHA = flags.DEFINE_float(
     "simulated_alpha", None, "Accept each draft with this probability.",
     lower_bound=0.0, upper_bound=1.0,
@@ -58,7 +58,7 @@ def main() -> None:
         target = random_target(SHAPES[_RANDOM_INIT.value], dtype=dtype)
     else:
         target = launch.load_target(_TARGET.value)
-    loaded = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
+    loaded = drafts.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
     if loaded is None:
         raise ValueError("--drafter=none: plain decoding is timed beside every drafter anyway")
     drafter, params = drafter_and_params(loaded)

@@ -1,7 +1,7 @@
 r"""Times training steps: on cached target features, online, and of a plain torch loop beside them.
 
   python -m experiments.benchmark_distill --config=configs/smollm2_draft_lm.py \
-    --workdir=/tmp/benchmark --config.data.path=responses.jsonl --peer --json=distill.json
+    --workdir=runs/benchmark --config.data.path=responses.jsonl --peer --json=distill.json
 
 Every side runs in a process of its own, waits for its turn, and takes the same batches. The cache is
 written to the work directory first, if it is not there. `--peer` trains the same drafter in torch

@@ -4,7 +4,7 @@ r"""Makes the confidence of a DSpark drafter true, and writes it with the temper
     --prompts=held_out.jsonl --temperature=1 --out=runs/smollm2_dspark/calibrated
 
 The prompts are decoded, the cycles of every other one fitted, and the table is about the rest, which
-were not: how far the survival that is told is from what survives (expected calibration error), before
+were not: how far predicted survival is from what survives (expected calibration error), before
 and after. Take prompts that are in no evaluation.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax
-from experiments import launch
+from experiments import drafts, launch
 from specjax.drafters import export
 from specjax.drafters.dspark import DSpark, calibration
 from specjax.evaluation.prompts import read_prompts
@@ -46,9 +46,11 @@ def main() -> None:
     )
     launch.check_writable(_JSON.value)
     target = launch.load_target(_TARGET.value)
-    loaded = launch.load_drafter(_DRAFTER.value, target, None, [])
+    loaded = drafts.load_drafter(_DRAFTER.value, target, None, [])
     if not isinstance(loaded, LoadedDrafter) or not isinstance(loaded.drafter, DSpark):
-        raise ValueError(f"--drafter={_DRAFTER.value} is no DSpark drafter")
+        raise ValueError(
+            f"--drafter={_DRAFTER.value} is no DSpark drafter; only those have a confidence"
+        )
     if not loaded.drafter.confident:
         raise ValueError(f"--drafter={_DRAFTER.value} has no confidence head to calibrate")
     prompts = dict(enumerate(read_prompts(_PROMPTS.value, _LIMIT.value), start=1))
@@ -69,7 +71,7 @@ def main() -> None:
             batch = ids[start : start + _BATCH.value]
             results.append(specjax.decode(target, loaded, batch, **options))
     result = DecodeResult.pooled(results)
-    fitted = calibration.temperatures(*cycles(result, slice(0, None, 2)))
+    fitted = calibration.fit_temperatures(*cycles(result, slice(0, None, 2)))
     rows = table(fitted, *cycles(result, slice(1, None, 2)))
     show(rows)
     drafter = dataclasses.replace(raw, confidence_temperatures=tuple(fitted.tolist()))
@@ -78,6 +80,8 @@ def main() -> None:
         "target": target.name,
         "drafter": _DRAFTER.value,
         "prompts": len(ids),
+        "rule": _RULE.value,
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
         **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),
     }
@@ -93,9 +97,11 @@ def cycles(result: DecodeResult, prompts: slice) -> tuple[np.ndarray, np.ndarray
 def table(
     temperatures: np.ndarray, confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarray
 ) -> list[dict[str, Any]]:
-    """What is told and what survives, slot by slot, on cycles that were not fitted."""
+    """What is predicted and what survives, slot by slot, on cycles that were not fitted."""
     ones = np.ones_like(temperatures)
-    before, after = (calibration.survival(confidence, scale) for scale in (ones, temperatures))
+    before, after = (
+        calibration.predicted_survival(confidence, scale) for scale in (ones, temperatures)
+    )
     rows = []
     for slot, temperature in enumerate(temperatures.tolist()):
         tried = drafted > slot
@@ -108,11 +114,11 @@ def table(
                 "temperature": temperature,
             }
         )
-        for name, told in (("before", before), ("after", after)):
-            values = told[tried, slot]
+        for name, predicted in (("before", before), ("after", after)):
+            values = predicted[tried, slot]
             known = tried.any()
             rows[-1] |= {
-                f"told_{name}": float(values.mean()) if known else None,
+                f"predicted_{name}": float(values.mean()) if known else None,
                 f"error_{name}": calibration.calibration_error(values, survived) if known else None,
             }
     return rows
@@ -121,11 +127,11 @@ def table(
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     shown = Table()
-    headings = ["draft", "cycles", "survived", "told before", "after", "error before", "after"]
+    headings = ["draft", "cycles", "survived", "predicted before", "after", "error before", "after"]
     for heading in [*headings, "temperature"]:
         shown.add_column(heading)
     for row in rows:
-        names = "survived", "told_before", "told_after", "error_before", "error_after"
+        names = "survived", "predicted_before", "predicted_after", "error_before", "error_after"
         figures = ["–" if row[name] is None else f"{row[name]:.3f}" for name in names]
         shown.add_row(str(row["draft"]), str(row["cycles"]), *figures, f"{row['temperature']:.2f}")
     Console().print(shown)

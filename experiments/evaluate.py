@@ -26,10 +26,10 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from experiments import launch
+from experiments import drafts, launch
+from specjax.decoding.controllers import PrefixScheduler
 from specjax.decoding.decode import cache_size
 from specjax.drafters.draft_lm import DraftLM
-from specjax.drafters.dspark import PrefixScheduler
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
 from specjax.evaluation.prompts import read_prompts
@@ -39,12 +39,12 @@ from specjax.types import drafter_and_params
 
 _TARGET = launch.define_target()
 _DRAFTERS = flags.DEFINE_multi_string(
-    "drafter", ["ngram"], f"{launch.DRAFTER_SPECS}; may be repeated."
+    "drafter", ["ngram"], f"{drafts.CONTROLLED_SPECS}; may be repeated."
 )
 _PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
-_NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
-_TREE = launch.define_tree()
+_NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
+_TREE = drafts.define_tree()
 _RULE = launch.define_rule()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _SAMPLING = launch.define_sampling()
@@ -62,31 +62,32 @@ def main() -> None:
     files = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
     target = launch.load_target(_TARGET.value)
     drafters = {
-        spec: launch.load_drafter(
+        spec: drafts.load_drafter(
             spec, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
         )
         for spec in _DRAFTERS.value
     }
     if None in drafters.values():
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
-    sampling = launch.sampling_options(_SAMPLING)
-    controllers = {
-        spec: launch.load_controller(spec, target, drafter, _BATCH.value, _RULE.value, sampling)
-        for spec, drafter in drafters.items()
-    }
     encoded = {
         path: launch.encode(target, path, "prompt", dict(enumerate(texts, start=1)))
         for path, texts in files.items()
     }
+    sampling = launch.sampling_options(_SAMPLING)
+    sizes = {path: room_for(target, prompts) for path, prompts in encoded.items()}
+    controllers = {
+        spec: drafts.load_controller(
+            spec, target, drafter, _BATCH.value, max(sizes.values()), _RULE.value, sampling
+        )
+        for spec, drafter in drafters.items()
+    }
     rows = []
     with start_peer(target, drafters) as peer:
         for path, prompts in encoded.items():
-            budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
-            size = min(cache_size(target, prompts, budgets), target.config.context_length)
             with launch.progress() as report:
                 results = evaluate(
                     target, drafters, prompts, batch=_BATCH.value, controllers=controllers, peer=peer,
-                    progress=report, max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value,
+                    progress=report, max_len=sizes[path], max_new_tokens=_MAX_NEW_TOKENS.value,
                     rule=_RULE.value, **sampling,
                 )  # fmt: skip
             for name, result in results.items():
@@ -100,7 +101,7 @@ def main() -> None:
         "rule": _RULE.value,
         "tree": _TREE.value,
         "cycle_seconds": {
-            spec: dict(zip(launch.listed(x.tokens), launch.listed(x.seconds), strict=True))
+            spec: dict(zip(x.widths.tolist(), x.seconds.tolist(), strict=True))
             for spec, x in controllers.items()
             if isinstance(x, PrefixScheduler)
         },
@@ -108,6 +109,12 @@ def main() -> None:
         **launch.machine(),
     }
     launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
+
+
+def room_for(target: Target, prompts: list[np.ndarray]) -> int:
+    """Rows of the cache that holds the longest prompt and its answer."""
+    budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
+    return min(cache_size(target, prompts, budgets), target.config.context_length)
 
 
 def start_peer(
@@ -139,13 +146,13 @@ def figures(path: str, num_prompts: int, name: str, result: Evaluation) -> dict[
         "drafter": name,
         "num_draft_tokens": result.num_draft_tokens,
         "tau": result.tau,
-        "tau_interval": result.tau_interval,
+        "tau_interval": launch.listed(result.tau_interval),
         "alpha": launch.listed(result.alpha),
         "survival": launch.listed(result.survival),
         "plain_tokens_per_second": result.plain_tokens_per_second,
         "speculative_tokens_per_second": result.speculative_tokens_per_second,
         "speedup": result.speedup,
-        "speedup_interval": result.speedup_interval,
+        "speedup_interval": launch.listed(result.speedup_interval),
         "identical": worst(result.identical) if result.identical else None,
         "peer_plain_tokens_per_second": peer_tokens_per_second(result.peer_plain),
         "times_peer_plain": result.times_peer_plain,
@@ -169,6 +176,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     def short(values):
         return " ".join("–" if value is None else f"{value:.2f}" for value in values)
 
+    def within(value, interval):
+        return f"{value:.2f}" + ("" if None in interval else " ({:.2f}–{:.2f})".format(*interval))
+
     def peer(row, kind):
         if row[f"times_peer_{kind}"] is None:
             return "–"
@@ -179,12 +189,12 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['prompts']} ({row['num_prompts']})",
             row["drafter"],
             str(row["num_draft_tokens"]),
-            "{:.2f} ({:.2f}–{:.2f})".format(row["tau"], *row["tau_interval"]),
+            within(row["tau"], row["tau_interval"]),
             short(row["alpha"]),
             short(row["survival"]),
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['speculative_tokens_per_second']:.1f}",
-            "{:.2f}× ({:.2f}–{:.2f})".format(row["speedup"], *row["speedup_interval"]),
+            within(row["speedup"], row["speedup_interval"]),
             row["identical"] or "–",
             *([peer(row, "plain"), peer(row, "speculative")] if _PEER.value else []),
         )

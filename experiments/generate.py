@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 import specjax
-from experiments import launch
+from experiments import drafts, launch
 from specjax.evaluation.compare import Comparison, compare
 from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
@@ -24,13 +24,13 @@ from specjax.models.target import Target
 from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
 
 _TARGET = launch.define_target()
-_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{drafts.CONTROLLED_SPECS}.")
 _PROMPTS = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _CHAT = flags.DEFINE_bool(
     "chat", None, "Render prompts through the chat template. Default: where the target has one."
 )
-_NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
-_TREE = launch.define_tree()
+_NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
+_TREE = drafts.define_tree()
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
@@ -52,7 +52,7 @@ def main() -> None:
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     launch.check_writable(_JSON.value)
     target = launch.load_target(_TARGET.value)
-    drafter = launch.load_drafter(
+    drafter = drafts.load_drafter(
         _DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
     )
     options = {
@@ -62,8 +62,8 @@ def main() -> None:
         "rule": _RULE.value,
         **launch.sampling_options(_SAMPLING),
     }
-    options["controller"] = launch.load_controller(
-        _DRAFTER.value, target, drafter, 1, _RULE.value, options
+    options["controller"] = drafts.load_controller(
+        _DRAFTER.value, target, drafter, 1, 512, _RULE.value, options
     )
     answers = []
     for index, prompt in enumerate(_PROMPTS.value):

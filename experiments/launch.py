@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging as python_logging
-import operator
 import os
 import pathlib
 import platform
@@ -17,33 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
 import specjax
 from specjax.checkpoints import download
-from specjax.decoding.controllers import Fixed
 from specjax.decoding.decode import cache_size, encode_prompts
-from specjax.drafters import REGISTRY
-from specjax.drafters.dspark import ConfidenceThreshold, PrefixScheduler
-from specjax.evaluation.benchmark import cycle_seconds
 from specjax.models.target import Target
-from specjax.trees import DynamicTree, Tree
-from specjax.types import Controller, Drafter, LoadedDrafter, Progress, drafter_and_params
-from specjax.verification import RULES, greedy
+from specjax.types import Progress
+from specjax.verification import RULES
 
 MAIN = sys.argv[0]  # flags of this module are listed by --help like the program's own
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.", module_name=MAIN)
 
 
-CONTROLLERS = ("fixed:LENGTH", "confidence:THRESHOLD", "scheduler")
-DRAFTER_SPECS = (
-    ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
-    + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts, "
-    "@K+CONTROLLER also how much of it is verified: " + ", ".join(CONTROLLERS)
-)
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 
 
@@ -53,103 +39,10 @@ def define_target() -> flags.FlagHolder:
     return flags.DEFINE_string("target", None, text, module_name=MAIN)
 
 
-def define_num_draft_tokens() -> flags.FlagHolder:
-    """`--num_draft_tokens`."""
-    text = "K, drafted tokens a cycle. Default: the drafter's usual one."
-    return flags.DEFINE_integer("num_draft_tokens", None, text, module_name=MAIN)
-
-
-def define_tree() -> flags.FlagHolder:
-    """`--tree`."""
-    text = (
-        "Draft a tree: children of each node on level 1, 2, …, like 4,2,1; or, with eagle3, one that "
-        "follows the draft: dynamic,TOTAL_TOKENS,DEPTH,TOP_K. Default: a chain."
-    )
-    return flags.DEFINE_list("tree", [], text, module_name=MAIN)
-
-
 def define_rule() -> flags.FlagHolder:
     """`--rule`."""
     text = "Verification rule above temperature 0."
     return flags.DEFINE_enum("rule", "token", list(RULES), text, module_name=MAIN)
-
-
-def load_drafter(
-    spec: str,
-    target: Target,
-    num_draft_tokens: int | None,
-    words: list[str],
-    *,
-    controlled: bool = False,
-) -> Drafter | LoadedDrafter | None:
-    """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name.
-
-    `SPEC@K` and `SPEC@TREE` say there what the other flags say for all drafters. What follows a `+`
-    is for `load_controller`, in programs that have it (`controlled`).
-    """
-    spec, _, own = spec.partition("@")
-    own, _, controller = own.partition("+")
-    if controller and not controlled:
-        raise ValueError(f"+{controller}: no controller can be chosen here")
-    if own:
-        num_draft_tokens = int(own) if own.isdecimal() else None
-        words = [] if own.isdecimal() else own.split(",")
-    if words and num_draft_tokens is not None:
-        raise ValueError("give either --num_draft_tokens or --tree")
-    dynamic = words[:1] == ["dynamic"]
-    numbers = words[dynamic:]
-    if not all(word.strip().isdecimal() for word in numbers) or (dynamic and len(numbers) != 3):
-        raise ValueError(
-            "--tree takes numbers of children like 4,2,1, or dynamic,TOTAL_TOKENS,DEPTH,TOP_K, got "
-            f"{','.join(words)!r}"
-        )
-    numbers = [int(word) for word in numbers]
-    nodes = numbers[0] if dynamic else sum(itertools.accumulate(numbers, operator.mul))
-    nodes = nodes or num_draft_tokens or 0
-    if nodes >= target.config.context_length:
-        raise ValueError(
-            f"a draft of {nodes} tokens does not fit the target's context of "
-            f"{target.config.context_length}"
-        )
-    tree = None
-    if numbers:
-        tree = DynamicTree(*numbers) if dynamic else Tree.of_widths(numbers)
-    return specjax.load_drafter(spec, target, num_draft_tokens, tree=tree)
-
-
-def load_controller(
-    spec: str,
-    target: Target,
-    loaded: Drafter | LoadedDrafter | None,
-    batch: int,
-    rule: str,
-    sampling: Mapping[str, Any],
-) -> Controller | None:
-    """The controller behind the `+` of `--drafter`; its costs are measured here and now.
-
-    Args:
-      spec: the whole of `--drafter`.
-      target, loaded, batch, rule: what is decoded.
-      sampling: as `sampling_options` gives it.
-    """
-    word = spec.partition("@")[2].partition("+")[2]
-    name, _, argument = word.partition(":")
-    if not word:
-        return None
-    drafter, params = drafter_and_params(loaded)
-    if name == "fixed" and argument.isdecimal():
-        return Fixed(jnp.int32(argument))
-    if name == "confidence" and re.fullmatch(r"(0|1)?(\.\d+)?", argument or "?"):
-        return ConfidenceThreshold(jnp.float32(argument))
-    if word != "scheduler":
-        known = ", ".join(CONTROLLERS)
-        raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")
-    if not (drafter and drafter.confident):
-        raise ValueError(f"--drafter={spec}: the scheduler needs a drafter with a confidence head")
-    law = RULES[rule] if sampling["temperature"] else greedy
-    filters = {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-    seconds = cycle_seconds(target, drafter, params, law, batch=batch, **filters)
-    return PrefixScheduler.of(batch, seconds)
 
 
 def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 
 import specjax
-from experiments import launch
+from experiments import drafts, launch
 from specjax import metrics
 from specjax.distillation.data import fingerprint, read_lines
 from specjax.models.target import Target
@@ -38,9 +38,9 @@ _TARGET = launch.define_target()
 _PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
 _OUT = flags.DEFINE_string("out", None, "File that the answers are appended to.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts to answer; all by default.", lower_bound=1)
-_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{launch.DRAFTER_SPECS}.")
-_NUM_DRAFT_TOKENS = launch.define_num_draft_tokens()
-_TREE = launch.define_tree()
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{drafts.SPECS}.")
+_NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
+_TREE = drafts.define_tree()
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 384, "Longest answer, in tokens.")
@@ -53,7 +53,7 @@ def main() -> None:
     prompts = read_prompts(_PROMPTS.value, _LIMIT.value)
     texts = list(prompts.values())
     target = launch.load_target(_TARGET.value)
-    drafter = launch.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
+    drafter = drafts.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
     ids = launch.encode(target, _PROMPTS.value, "line", prompts)
     out = pathlib.Path(_OUT.value)
     check_settings(out, settings(target))

@@ -50,7 +50,7 @@ def interval(
     draws: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Bootstrap interval of a figure of sums.
+    """Bootstrap interval of a figure of sums; NaN where there is one part only.
 
     Args:
       sums: `[n, m]`, the m sums of each of n independent parts.
@@ -58,6 +58,8 @@ def interval(
       level: share of the draws that lies inside.
       draws, seed: of parts, with replacement.
     """
+    if len(sums) < 2:
+        return float("nan"), float("nan")
     picked = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
     low, high = np.quantile(figure(sums[picked].sum(1)), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -339,13 +339,13 @@ class Verifier(Protocol):
 class Controller(Protocol):
     """Decides how much of each row's draft is verified. A pytree: its arrays are arguments of the loop.
 
-    It sees the whole batch, so above temperature 0 a row's text depends on its batch mates. It is
-    lossless where whether a token is verified depends on no token of its row but those before it:
-    on what the drafter told before it was drawn, on past cycles, on other rows.
+    It is lossless if whether a token is verified is decided from what was known before that token was
+    drawn: the tokens before it, the drafter's confidence, past cycles, other rows. One that looks at
+    other rows makes a row's text depend on them above temperature 0, but for `gumbel`; its law stays.
     """
 
     def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
-        """`[B]` int32, how many tokens of each draft are verified; more than `num_valid` is the same.
+        """`[B]` int32, how many tokens of each draft are to be verified, at least.
 
         Args:
           drafts: with the batch axis; what follows `num_valid` tokens may hold anything.

@@ -60,7 +60,8 @@ def decode(
 
     At temperature 0 the tokens are those of plain greedy decoding, whatever the drafter; otherwise
     their law is plain sampling's. The drafter changes only how many forward passes of the target they
-    take. A row depends on its prompt, its parameters, its index and `key`, not on the others.
+    take. A row depends on its prompt, its parameters, its index and `key`, not on the others, unless a
+    controller looks at them.
 
     Args:
       target: from `specjax.load_target`.
@@ -76,7 +77,7 @@ def decode(
       rule: the verification rule of the sampling mode: one of `specjax.verification.RULES` by name,
         or your own.
       controller: decides in every cycle how much of the drafts is verified, like
-        `specjax.drafters.dspark.PrefixScheduler`; all by default.
+        those of `specjax.decoding.controllers`; all by default.
       stop_tokens: ids that end a row; by default the target's.
       chat: render texts as a user's turn through the chat template; by default where there is one.
       progress: called with (what, done, total); costs a synchronisation now and then.
@@ -121,7 +122,7 @@ def decode(
             return plain_loop(target.graphdef, target.params, state, sampling, keys, stops, until)
     else:
         counts = Counts.zeros(batch, size, drafter)
-        widths = widths_for(drafter.num_draft_tokens, controller)
+        widths = widths_for(drafter.num_draft_tokens, controlled=controller is not None)
         state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
 
         def run(state, until):

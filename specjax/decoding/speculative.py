@@ -130,13 +130,13 @@ def verify(
     return out.padded_to(num_draft_tokens + 1), verdict, finite[verdict.node]
 
 
-def widths_for(num_draft_tokens: int, controller: Controller | None) -> tuple[int, ...]:
+def widths_for(num_draft_tokens: int, *, controlled: bool) -> tuple[int, ...]:
     """Tokens of the passes to compile: 1 and K + 1, with a controller also the powers of two between.
 
     The anchor is counted.
     """
     widest = num_draft_tokens + 1
-    if controller is None:
+    if not controlled:
         return 1, widest
     return *(1 << power for power in range((widest - 1).bit_length())), widest
 
@@ -144,6 +144,23 @@ def widths_for(num_draft_tokens: int, controller: Controller | None) -> tuple[in
 def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
     """Index of the narrowest pass that holds the longest draft of the batch."""
     return jnp.searchsorted(jnp.asarray(widths), drafts.num_valid.max() + 1)
+
+
+def shortened(drafts: Draft, wanted: jax.Array, widths: tuple[int, ...]) -> Draft:
+    """A batch's drafts up to what the narrowest pass holds that holds all that is wanted.
+
+    What it holds beside that is verified too, since it costs nothing. That anticipates nothing either:
+    where a row wants less than j tokens, it wants so whatever token j and those behind it are, and
+    so do the others.
+
+    Args:
+      drafts: of the batch.
+      wanted: `[B]` int32, of each.
+      widths: of the compiled passes.
+    """
+    wanted = dataclasses.replace(drafts, num_valid=jnp.clip(wanted, 0, drafts.num_valid))
+    held = jnp.asarray(widths)[narrowest(widths, wanted)] - 1
+    return dataclasses.replace(drafts, num_valid=jnp.minimum(drafts.num_valid, held))
 
 
 def commit(
@@ -230,8 +247,7 @@ def speculative_loop(
             functools.partial(propose, drafter, drafter_params, params, rule)
         )(rows, cache, state.drafter_state, sampling, noise)
         if controller is not None:
-            wanted = jnp.clip(controller(draft, rows.running), 0, draft.num_valid)
-            draft = dataclasses.replace(draft, num_valid=wanted)
+            draft = shortened(draft, controller(draft, rows.running), widths)
         passes = [
             jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))
             for width in widths

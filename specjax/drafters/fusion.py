@@ -38,14 +38,14 @@ class Fusion(nnx.Module):
         return scaled.astype(weight.dtype) @ weight
 
 
-def usual_features(
+def sample_features(
     target: Target, taps: tuple[int, ...], token_counts: np.ndarray, seed: int
 ) -> jax.Array:
-    """`[n, M, D]` float32: features of tokens drawn by their counts.
+    """`[252, M, D]` float32: features of tokens drawn by their counts.
 
-    Not of the first ones: those of a text are a hundred times as large as any other.
+    The first 4 positions are left out: a text's first token has features a hundred times as large.
     """
-    drawn, length = usual_tokens(token_counts, seed, 256), jnp.arange(256)
+    drawn, length = sample_tokens(token_counts, seed, 256), jnp.arange(256)
 
     @jax.jit
     def read(params: PyTree) -> jax.Array:
@@ -55,13 +55,13 @@ def usual_features(
     return read(target.params)[4:].astype(jnp.float32)
 
 
-def usual_tokens(token_counts: np.ndarray, seed: int, size: int) -> np.ndarray:
+def sample_tokens(token_counts: np.ndarray, seed: int, size: int) -> np.ndarray:
     """`[size]` tokens drawn by their counts."""
     shares = np.asarray(token_counts, np.float64) + 1e-9
     return np.random.default_rng(seed).choice(len(shares), size, p=shares / shares.sum())
 
 
-def usual_scale(features: jax.Array) -> jax.Array:
+def feature_scale(features: jax.Array) -> jax.Array:
     """`[M · D]` float32: one over the usual size of each feature of `[n, M, D]`."""
     size = jnp.median(jnp.abs(features), axis=0).ravel()
     return 1 / (1.48 * size + 1e-6)  # of a normal distribution, one over its deviation

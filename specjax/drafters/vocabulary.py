@@ -1,4 +1,4 @@
-"""The tokens that a drafter with a vocabulary of its own can say: a subset of the target's."""
+"""A subset of the target's tokens: those that a drafter can say, or that a loss compares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class DraftVocabulary:
-    """Draft token i is the target's token `ids[i]`; the others have q = 0, which loses no exactness.
+    """Token i of the subset is the target's token `ids[i]`.
+
+    What EAGLE-3 cannot say has q = 0, which loses no exactness.
 
     Attributes:
       ids: ascending ids of the target (EAGLE-3's `d2t`, without its offsets).
@@ -50,15 +52,16 @@ class DraftVocabulary:
         return hash((self.ids, self.target_size))
 
     @classmethod
-    def of_counts(cls, counts: np.ndarray, size: int) -> DraftVocabulary:
+    def of_counts(cls, counts: np.ndarray, size: int, option: str) -> DraftVocabulary:
         """The most frequent tokens (EAGLE-3, Li et al. 2025), the lower id among equals.
 
         Args:
           counts: `[V]`, how often the target says each token.
           size: how many to keep.
+          option: that asks for it, for the message.
         """
         if not 1 <= size <= len(counts):
-            raise ValueError(f"a vocabulary of drafts must have 1…{len(counts)}, got {size}")
+            raise ValueError(f"{option} must be 1…{len(counts)}, got {size}")
         kept = np.sort(np.argsort(-np.asarray(counts), kind="stable")[:size])
         return cls(tuple(kept.tolist()), len(counts))
 

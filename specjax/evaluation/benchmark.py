@@ -156,8 +156,8 @@ def draft_alone(
     """Drafts and observes `steps` times; the anchor of each is the last token drafted before.
 
     Returns:
-      The last tokens `[B]`, and `[]` float32 that depends on every log q: without it XLA would leave
-      out what only a rule reads.
+      The last tokens `[B]`, and `[]` float32 that depends on every log q and confidence: without it XLA
+      would leave out what only a rule or a controller reads.
     """
 
     def one(row: Row, cache: KVCache, state: PyTree, sampling: Any, noise: Any) -> Any:
@@ -181,8 +181,9 @@ def draft_alone(
         moved = dataclasses.replace(rows, tokens=rows.tokens.at[index].set(anchors))
         noise = None if sampling is None else Noise(keys, moved.length - 1)
         draft, state = jax.vmap(one)(moved, cache, state, sampling, noise)
-        if draft.log_q is not None:
-            read += draft.log_q.max(-1).sum()
+        for told in (draft.log_q, draft.confidence):
+            if told is not None:
+                read += told.max(-1).sum()
         return draft.tokens[:, -1], read, state
 
     anchors = jnp.ones(rows.length.shape[0], jnp.int32)
@@ -272,6 +273,12 @@ def _fresh(
     return rows, *jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
 
 
+def _require_room(max_len: int, length: int, steps: int, k: int) -> None:
+    needed = length + steps * (k + 1)
+    if needed > max_len:
+        raise ValueError(f"{steps} cycles of K={k} need max_len ≥ {needed}, got {max_len}")
+
+
 def _first_state(
     drafter: Drafter, cycles: int, rows: Row, cache: KVCache, state: PyTree
 ) -> SpeculativeState:
@@ -313,35 +320,39 @@ def cycle_seconds(
     *,
     batch: int = 1,
     max_len: int = 512,
-    length: int = 64,
     steps: int = 12,
     repeats: int = 3,
-    seed: int = 0,
-    **sampling: Any,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> dict[int, float]:
-    """How long a cycle of the batch takes that verifies w tokens a row, by w, medians in turn.
+    """How long a cycle of the batch takes that verifies w tokens a row, by w; medians, in turn.
 
-    Every width that a controller may choose is there: what it is told of its costs.
+    They are what a controller is told of its costs: every width that it may choose is there.
 
     Args:
-      target, drafter, drafter_params, rule: as in `breakdown`.
-      batch, max_len, length, steps, repeats, seed: as in `breakdown`.
-      sampling: `temperature`, `top_k`, `top_p` and `min_p` of all rows.
+      as in `breakdown`.
+
+    Raises:
+      ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
     """
-    options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
-    rows = decoding.sampling_of(batch, **options)
-    keys = None if rows is None else jax.random.split(jax.random.key(seed), batch)
+    length = min(64, max_len // 4)
+    _require_room(max_len, length, steps, drafter.num_draft_tokens)
+    sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
+    keys = None if sampling is None else jax.random.split(jax.random.key(0), batch)
     whole = WholeDrafts(drafter)
 
     def cycles(width: int) -> Callable[[], SpeculativeState]:
-        state = _first_state(whole, steps, *_fresh(target, whole, batch, max_len, length, seed))
+        fresh = _fresh(target, whole, batch, max_len, length, 0)
         return functools.partial(
-            speculative_loop, target.graphdef, target.params, whole, drafter_params, rule, state,
-            rows, keys, NO_STOPS, jnp.int32(steps), Fixed(jnp.int32(width - 1)), widths=(width,),
+            speculative_loop, target.graphdef, target.params, whole, drafter_params, rule,
+            _first_state(whole, steps, *fresh), sampling, keys, NO_STOPS, jnp.int32(steps),
+            Fixed(jnp.int32(width - 1)), widths=(width,),
         )  # fmt: skip
 
-    widths = widths_for(drafter.num_draft_tokens, Fixed(jnp.int32(0)))
-    seconds = _in_turn({w: functools.partial(cycles, w) for w in widths}, repeats)
+    widths = widths_for(drafter.num_draft_tokens, controlled=True)
+    seconds = _in_turn({width: functools.partial(cycles, width) for width in widths}, repeats)
     return {width: statistics.median(runs) / steps for width, runs in seconds.items()}
 
 
@@ -383,10 +394,7 @@ def breakdown(
     if isinstance(rule.verify, Simulated):
         drafter = WholeDrafts(drafter)
     k = drafter.num_draft_tokens
-    if length + steps * (k + 1) > max_len:
-        raise ValueError(
-            f"{steps} cycles of K={k} need max_len ≥ {length + steps * (k + 1)}, got {max_len}"
-        )
+    _require_room(max_len, length, steps, k)
     sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
     keys = jax.random.split(jax.random.key(seed), batch)
     fresh = functools.partial(_fresh, target, drafter, batch, max_len, length, seed)

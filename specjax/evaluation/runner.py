@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,10 +97,17 @@ class Evaluation:
 
     @property
     def speedup_interval(self) -> tuple[float, float]:
-        """Where it lies in 95 of 100 draws of as many batches from these."""
-        pairs = zip(self.speculative, self.plain, strict=True)
-        sums = [[x for run in pair for x in (run.num_tokens, run.decode_seconds)] for pair in pairs]
-        return metrics.interval(np.array(sums), lambda s: s[:, 0] / s[:, 1] / (s[:, 2] / s[:, 3]))
+        """Where the speed-up lies in 95 of 100 draws of as many batches from these."""
+        sums = [
+            (fast.num_tokens, fast.decode_seconds, plain.num_tokens, plain.decode_seconds)
+            for fast, plain in zip(self.speculative, self.plain, strict=True)
+        ]
+
+        def speedup(drawn: np.ndarray) -> np.ndarray:
+            tokens, seconds, plain_tokens, plain_seconds = drawn.T
+            return tokens / seconds / (plain_tokens / plain_seconds)
+
+        return metrics.interval(np.array(sums, np.float64), speedup)
 
     @property
     def times_peer_plain(self) -> float | None:
@@ -137,7 +143,7 @@ def evaluate(
     prompts: Sequence[Any],
     *,
     batch: int = 1,
-    controllers: Mapping[str, Controller | None] = types.MappingProxyType({}),
+    controllers: Mapping[str, Controller | None] | None = None,
     peer: Peer | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -177,28 +183,29 @@ def evaluate(
         k = drafter.num_draft_tokens if name else 0
         return [peer.decode(rows, mode=mode, num_draft_tokens=k, max_new_tokens=budget)]
 
-    def speculate(name: str, rows: Sequence[Any], options: dict[str, Any]) -> DecodeResult:
-        controller = controllers.get(name)
+    def run(name: str | None, rows: Sequence[Any], options: dict[str, Any]) -> DecodeResult:
+        if name is None:
+            return decode(target, None, rows, **options)
+        controller = (controllers or {}).get(name)
         return decode(target, drafters[name], rows, controller=controller, **options)
 
     budget = options.get("max_new_tokens", 128)
     few = min(budget, 2) if "max_len" in options else budget
     for rows in batches:
-        short = options | {"max_new_tokens": few}
         for name in (None, *drafters):
-            speculate(name, rows, short) if name else decode(target, None, rows, **short)
+            run(name, rows, options | {"max_new_tokens": few})
             ask_peer(rows, name, few)
     for number, rows in enumerate(batches):
         if progress:
             progress("evaluating", number * batch, len(prompts))
         if not greedy:  # each batch its own coins
             options = options | {"key": jax.random.fold_in(key, number)}
-        plain.append(decode(target, None, rows, **options))
+        plain.append(run(None, rows, options))
         if StopReason.NAN in plain[-1].stop_reason:
             raise FloatingPointError(f"batch {number}: the target's output is not finite")
         peers[None] += ask_peer(rows, None, budget)
         for name in drafters:
-            runs[name].append(speculate(name, rows, options))
+            runs[name].append(run(name, rows, options))
             if StopReason.NAN in runs[name][-1].stop_reason:
                 raise FloatingPointError(f"batch {number}: {name}: the output is not finite")
             peers[name] += ask_peer(rows, name, budget)

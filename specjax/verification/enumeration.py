@@ -26,7 +26,7 @@ from specjax.verification.law import LawOf
 
 Context = tuple[int, ...]
 # (context, drafted tokens [N]) → num_valid. Lossless ones decide about a token without looking at it.
-Controller = Callable[[Context, Context], int]
+ValidLength = Callable[[Context, Context], int]
 
 
 def contexts(vocab: int, depth: int) -> list[Context]:
@@ -139,7 +139,7 @@ def exact(
     target: np.ndarray,
     drafts: DraftLaw,
     *,
-    num_valid: Controller | int | None = None,
+    num_valid: ValidLength | int | None = None,
     cycles: int = 1,
     stop: int | None = None,
     dtype: jax.typing.DTypeLike = np.float64,
@@ -195,7 +195,7 @@ def exact(
 
 
 def _invalidate(
-    tokens: np.ndarray, num_valid: Controller | int | None, context: Context, vocab: int
+    tokens: np.ndarray, num_valid: ValidLength | int | None, context: Context, vocab: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Drafts `[n, N]` with other tokens where they are not valid, and `[n]` num_valid."""
     count = tokens.shape[1]

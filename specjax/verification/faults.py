@@ -45,7 +45,7 @@ class Fault:
     case: str = "random"
     tree: Tree = Tree.chain(2)
     sampled: bool = True
-    num_valid: enumeration.Controller | int | None = None
+    num_valid: enumeration.ValidLength | int | None = None
     test: str | None = None
 
     def total_variation(self) -> float | None:

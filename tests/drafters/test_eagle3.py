@@ -569,7 +569,7 @@ def test_a_drafter_of_another_target_is_refused(tiny, drafter, tmp_path):
 
 
 def test_a_draft_vocabulary_of_counts():
-    vocabulary = DraftVocabulary.of_counts(np.array([0, 5, 2, 5, 2]), 3)
+    vocabulary = DraftVocabulary.of_counts(np.array([0, 5, 2, 5, 2]), 3, "draft_vocab_size")
     assert vocabulary.ids == (1, 2, 3)
     index, inside = vocabulary.locate(jnp.array([0, 1, 3, 4]))
     assert index.tolist()[1:3] == [0, 2] and inside.tolist() == [False, True, True, False]
@@ -577,7 +577,7 @@ def test_a_draft_vocabulary_of_counts():
     assert spread.tolist() == [-np.inf, 1, 2, 3, -np.inf]
     for size in (0, 6):
         with pytest.raises(ValueError, match=f"draft_vocab_size must be 1…5, got {size}"):
-            DraftVocabulary.of_counts(np.ones(5), size)
+            DraftVocabulary.of_counts(np.ones(5), size, "draft_vocab_size")
 
 
 def test_a_drafter_with_the_whole_vocabulary_and_the_targets_head(tiny, texts, tmp_path, caplog):

@@ -13,9 +13,9 @@ from flax import nnx
 
 from specjax.drafters.dflash.checkpoint import default_taps, load, said_tokens
 from specjax.drafters.dflash.drafter import DFlash
-from specjax.drafters.dflash.looking_back import looking_back
+from specjax.drafters.dflash.looking_back import look_back
 from specjax.drafters.dflash.network import DFlashNetwork
-from specjax.drafters.fusion import usual_features, usual_scale, usual_tokens
+from specjax.drafters.fusion import feature_scale, sample_features, sample_tokens
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import ModelConfig, drafting_layers
 from specjax.models.target import Target
@@ -97,7 +97,7 @@ def first_layers(
 
 def loss_vocabulary(size: int, token_counts: np.ndarray) -> DraftVocabulary | None:
     """The most frequent tokens; None for all of them."""
-    return DraftVocabulary.of_counts(token_counts, size) if size else None
+    return DraftVocabulary.of_counts(token_counts, size, "loss_vocab_size") if size else None
 
 
 def check_mask_token(mask_token: int, target: Target, token_counts: np.ndarray) -> None:
@@ -122,18 +122,22 @@ def first_params(
     """The trunk's. Slots begin sure of nothing, and look back."""
     config, taps, table = drafter.config, drafter.taps, target.params["embedding"]
     fresh = DFlashNetwork(config, len(taps), rngs=nnx.Rngs(seed), dtype=drafter.dtype)
-    features = usual_features(target, taps, token_counts, seed)
-    fresh.fuse.feature_scale[...] = usual_scale(features)
+    features = sample_features(target, taps, token_counts, seed)
+    fresh.fuse.feature_scale[...] = feature_scale(features)
     norm = RMSNorm(config.hidden_size, config)
-    tokens = jnp.asarray(usual_tokens(token_counts, seed, 4096))
-    rows = (
-        fresh.context_rows(features, jnp.arange(len(features)))[1],
-        norm(table[tokens]),
-        norm(table[drafter.mask_token]),
-    )
-    rows = [np.asarray(x, np.float32) for x in rows]
+    tokens = jnp.asarray(sample_tokens(token_counts, seed, 4096))
+    _, context = fresh.context_rows(features, jnp.arange(len(features)))
+    rows = [
+        np.asarray(x, np.float32)
+        for x in (context, norm(table[tokens]), norm(table[drafter.mask_token]))
+    ]
+    if not np.mean(rows[-1] ** 2) > 0.5:
+        raise ValueError(
+            f"mask_token {drafter.mask_token} has an embedding of next to nothing: choose another"
+        )
     params = nnx.to_pure_dict(nnx.state(fresh))
     for number, block in params["blocks"].items():
-        params["blocks"][number] = looking_back(block, config, drafter.block_size, *rows)
+        params["blocks"][number] = look_back(block, config, drafter.block_size, *rows)
+    # At its own size a random state is as sure as a trained one, of something wrong.
     params["final_norm"] = jax.tree.map(lambda x: 0.1 * x, target.params["final_norm"])
     return params

@@ -57,9 +57,9 @@ class DFlash:
       random_anchors: blocks begin anywhere; else at every block_size-th predicted token.
       strict_anchors: the anchor itself must be the target's text, as published; by default only the
         token after it, since decoding begins at the prompt's last token.
-      loss_vocabulary: the tokens whose logits are compared in training, all by default. The head is
-        the target's and has many more rows than columns, so a slot that is right about thousands of
-        tokens is right about the rest (ours).
+      loss_vocabulary: the tokens whose logits the objective compares, all by default (ours). The head
+        is the target's and has many more rows than columns, so the logits of thousands of tokens
+        leave a state little freedom about the rest. α is then of both laws among these tokens.
       embedding_scale: of the target's embedding rows.
       causal_windows: sliding layers hide what lies ahead in the block.
     """
@@ -280,10 +280,12 @@ class DFlash:
         weights = trace.weights[after] * own_text * any_block[:, None]
         if self.prefix_only:
             weights *= jnp.cumprod(weights > 0, axis=1)
-        compared = len(self.loss_vocabulary or range(self.config.vocab_size))
+        said = self.loss_vocabulary
+        compared = len(said) if said else self.config.vocab_size
         one = functools.partial(self._values, *self._heads(params, target_params), losses)
         tokens = jnp.concatenate([trace.tokens, trace.tokens[:1]])
         arrays = tokens[after], tokens[after + 1], trace.hidden[after], hidden
+        # As many logits at a time as 128 tokens have of the whole vocabulary.
         chunk = max(1, 128 * self.config.vocab_size // compared // len(drafts))
         sums = weighted_sums(one, weights, *arrays, chunk=chunk, remat=losses.remat)
         share = jnp.exp(-(drafts - 1) / self.decay) if self.decay else jnp.ones(len(drafts))

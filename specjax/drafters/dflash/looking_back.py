@@ -17,12 +17,12 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import frequencies
 from specjax.types import PyTree
 
-SCORE = 16.0  # of what is nearest
+SCORE = 16.0  # of what is nearest: hundreds of rows with scores near 0 do not drown it
 ANCHOR = 1.5  # how much more an anchor's key has of u than a context row's
-RIDGE = 30.0
+RIDGE = 30.0  # of the fit in `_direction`, so that it holds for rows it has not seen
 
 
-def looking_back(
+def look_back(
     block: PyTree,
     config: ModelConfig,
     block_size: int,
@@ -36,17 +36,17 @@ def looking_back(
       block: params of a `Block`.
       config: of the layer.
       block_size: slots of a block.
-      context: `[n, D]`, some context rows.
+      context: `[n, D]`, fused and normed features of some text.
       anchors: `[m, D]`, normed embeddings of some tokens.
-      mask: `[D]`, that of the mask.
+      mask: `[D]`, the normed embedding of the mask token.
     """
     qkv = np.array(block["qkv"], np.float32)  # [D, G, queries, key, value; head_dim]
     usual = qkv[:, :, -2].std() * np.sqrt(qkv[:, 0, 0].size)  # norm of a random key
-    size = 2 * usual
+    size = 2 * usual  # so that a key is most of all u
     asks = mask / (mask @ mask)
     shown = _direction(context, anchors, mask)
     part = _near(config, block_size)
-    qkv[:, :, :-2] *= 0.5
+    qkv[:, :, :-2] *= 0.5  # what is random in a query shall not outweigh u
     strength = size if config.qk_norm else SCORE * config.head_dim**0.5 / size
     qkv[:, :, :-2] += strength * np.multiply.outer(asks, part)[:, None, None]
     qkv[:, :, -2] += size * np.multiply.outer(shown, part)[:, None]
@@ -60,7 +60,7 @@ def looking_back(
 
 def _direction(context: np.ndarray, anchors: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """`[D]`, along which context rows are about 1 long, anchors `ANCHOR` and masks 0."""
-    share = (len(context) / len(anchors)) ** 0.5
+    share = (len(context) / len(anchors)) ** 0.5  # both kinds weigh the same, the mask more
     rows = np.concatenate([context, share * anchors, len(context) ** 0.5 * 4 * mask[None]])
     wanted = np.concatenate(
         [np.ones(len(context)), np.full(len(anchors), share * ANCHOR), np.zeros(1)]

@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import numpy as np
 
-GRID = tuple(2 ** (step / 4) for step in range(-8, 13))  # of temperatures, 1/4…8
+# Of temperatures, 1/4…8, those near 1 first: among equals the one that changes least is chosen.
+GRID = tuple(2 ** (step / 4) for step in sorted(range(-8, 13), key=abs))
 BINS = 20
 
 
-def temperatures(confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+def fit_temperatures(
+    confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarray
+) -> np.ndarray:
     """The temperature of each slot, `[K]`, under which survival has the least calibration error.
 
+    A cycle that a stop token cut tells nothing of the slots behind it, where a stop token that was
+    rejected tells of a failure: survival is predicted a little too low there, the more the shorter
+    the answers are.
+
     Args:
-      confidence: `[n, K]`, as told in n cycles at temperature 1, in (0, 1).
+      confidence: `[n, K]`, of n cycles at temperature 1; logits beyond ±16 count as that.
       accepted, drafted: `[n]`, as `specjax.metrics` defines them.
 
     Raises:
-      ValueError: a slot was in play in no cycle.
+      ValueError: a slot was in play in no cycle, or a confidence is not finite.
     """
+    if not np.isfinite(confidence).all():
+        raise ValueError("a confidence is not finite: the drafter's weights are damaged")
     logits, before = _logits(confidence), np.ones(len(confidence))
     chosen = []
     for slot in range(confidence.shape[1]):
@@ -30,44 +39,30 @@ def temperatures(confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarr
         if not tried.any():
             raise ValueError(f"draft {slot + 1} was in play in none of {len(tried)} cycles")
         survived = accepted[tried] > slot
-        # By rising distance from 1, so that among equals the one that changes least is chosen.
-        grid = sorted(GRID, key=lambda t: abs(np.log(t)))
-        products = [before * _sigmoid(logits[:, slot] / t) for t in grid]
+        products = [before * _sigmoid(logits[:, slot] / t) for t in GRID]
         errors = [calibration_error(product[tried], survived) for product in products]
         best = int(np.argmin(errors))
-        chosen.append(grid[best])
+        chosen.append(GRID[best])
         before = products[best]
     return np.array(chosen)
 
 
-def survival(confidence: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`[n, K]`: products of confidences that were told at temperature 1, at other temperatures."""
-    return np.cumprod(_sigmoid(_logits(confidence) / scales), axis=1)
+def predicted_survival(confidence: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
+    """`[n, K]`: products of confidences `[n, K]` of temperature 1, at other temperatures `[K]`."""
+    return np.cumprod(_sigmoid(_logits(confidence) / temperatures), axis=1)
 
 
-def calibration_error(told: np.ndarray, happened: np.ndarray, bins: int = BINS) -> float:
-    """Expected calibration error (Guo et al. 2017): mean |told − happened| over bins of equal width.
+def calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -> float:
+    """Expected calibration error (Guo et al. 2017): mean |predicted − happened| over bins.
 
     Args:
-      told: `[n]` probabilities.
+      predicted: `[n]` probabilities.
       happened: `[n]` bool.
-      bins: how many.
+      bins: how many, of equal width.
     """
-    return float(
-        sum(count * abs(p - share) for p, share, count in reliability(told, happened, bins))
-    )
-
-
-def reliability(
-    told: np.ndarray, happened: np.ndarray, bins: int = BINS
-) -> list[tuple[float, float, float]]:
-    """Of every bin that is not empty: mean probability told, share that happened, share of the n."""
-    place = np.minimum((told * bins).astype(int), bins - 1)
-    rows = []
-    for bin_ in np.unique(place):
-        inside = place == bin_
-        rows.append((told[inside].mean(), happened[inside].mean(), inside.mean()))
-    return rows
+    place = np.minimum((predicted * bins).astype(int), bins - 1)
+    inside = [place == bin_ for bin_ in np.unique(place)]
+    return float(sum(i.mean() * abs(predicted[i].mean() - happened[i].mean()) for i in inside))
 
 
 def _logits(confidence: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
         markov_head=own.get("markov_head_type", "vanilla"),
         confidence=float(bool(own.get("enable_confidence_head", False))),
         confidence_with_markov=bool(own.get("confidence_head_with_markov", True)),
-        confidence_temperatures=tuple(own.get("confidence_temperatures", ())),
+        confidence_temperatures=_temperatures(own.get("confidence_temperatures", []), folder),
     )
     dflash.check_copies(tensors, target, folder)
     params = convert.assemble(
@@ -56,6 +56,15 @@ def load(folder: pathlib.Path, target: Target, num_draft_tokens: int | None) -> 
     if drafter.confidence and "weight_bias" not in params["confidence"]:
         params["confidence"]["weight_bias"] = np.zeros(1, drafter.dtype)
     return LoadedDrafter(drafter, unfolded(params), f"dspark:{folder}")
+
+
+def _temperatures(given: Any, folder: pathlib.Path) -> tuple[float, ...]:
+    numbers = isinstance(given, list) and all(type(x) in (int, float) for x in given)
+    if not numbers or not all(0 < x < float("inf") for x in given):
+        raise ValueError(
+            f"{folder}: confidence_temperatures must be a list of numbers above 0, got {given!r}"
+        )
+    return tuple(map(float, given))
 
 
 def recipes(drafter: DSpark, kept: Mapping[str, Any] | None = None) -> Iterator[TensorRecipe]:

@@ -53,6 +53,7 @@ def from_config(
     }  # fmt: skip
     if model:
         loaded = load(pathlib.Path(model), target, num_draft_tokens or None)
+        training["confidence_temperatures"] = ()  # were fitted to a head that now changes
         if loaded.drafter.confidence:
             training["confidence"] = confidence
         return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, **training))

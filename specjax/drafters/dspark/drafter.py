@@ -59,10 +59,6 @@ class DSpark(DFlash):
         super().__post_init__()
         if self.markov_head not in KINDS:
             raise ValueError(f"unknown Markov head {self.markov_head!r}; known: {', '.join(KINDS)}")
-        if not all(0 < x < float("inf") for x in self.confidence_temperatures):
-            raise ValueError(
-                f"confidence temperatures must be above 0, got {self.confidence_temperatures}"
-            )
 
     @property
     def confident(self) -> bool:

@@ -13,7 +13,7 @@ from flax import nnx
 from specjax.drafters.eagle3 import checkpoint
 from specjax.drafters.eagle3.drafter import Eagle3
 from specjax.drafters.eagle3.network import Eagle3Network
-from specjax.drafters.fusion import usual_features, usual_scale
+from specjax.drafters.fusion import feature_scale, sample_features
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import drafting_layers
 from specjax.models.target import Target
@@ -37,7 +37,7 @@ def from_config(
     step_decay: float = 0.8,
     num_draft_tokens: int = 4,
 ) -> LoadedDrafter:
-    """The head and last norm begin as the target's, the rest at random.
+    """The head and last norm begin as the target's, queries as the keys, the rest at random.
 
     Args:
       target: what it drafts for.
@@ -65,7 +65,7 @@ def from_config(
     if draft_vocab_size and draft_vocab_size != target.config.vocab_size:
         if not own_head:
             raise ValueError("eagle3: a draft vocabulary needs a head of its own")
-        vocabulary = DraftVocabulary.of_counts(token_counts, draft_vocab_size)
+        vocabulary = DraftVocabulary.of_counts(token_counts, draft_vocab_size, "draft_vocab_size")
         head = head[vocabulary.array]
     config = drafting_layers(
         target.config, 1, vocab_size=len(head), intermediate_size=intermediate_size, qk_norm=qk_norm
@@ -73,8 +73,8 @@ def from_config(
     fresh = Eagle3Network(config, len(taps), rngs=nnx.Rngs(seed), dtype=target.dtype)
     params = nnx.to_pure_dict(nnx.state(fresh))
     params["layer"]["qkv"] = _looking_at_itself(params["layer"]["qkv"])
-    features = usual_features(target, taps, token_counts, seed)
-    params["fuse"]["feature_scale"] = usual_scale(features)
+    features = sample_features(target, taps, token_counts, seed)
+    params["fuse"]["feature_scale"] = feature_scale(features)
     params["final_norm"] = target.params["final_norm"]
     if own_head:
         params["head_weight"] = head

@@ -1,0 +1,158 @@
+"""What the flags say of drafts: which drafter, how long or what tree, how much of it is verified."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from absl import flags
+
+import specjax
+from experiments.launch import MAIN
+from specjax.decoding.controllers import ConfidenceThreshold, Fixed, PrefixScheduler
+from specjax.drafters import REGISTRY
+from specjax.evaluation.benchmark import cycle_seconds
+from specjax.models.target import Target
+from specjax.trees import DynamicTree, Tree
+from specjax.types import Controller, Drafter, LoadedDrafter, drafter_and_params
+from specjax.verification import RULES, greedy
+
+SPECS = (
+    ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
+    + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts"
+)
+CONTROLLERS = ("fixed:LENGTH", "confidence:THRESHOLD", "scheduler")
+CONTROLLED_SPECS = f"{SPECS}, and +CONTROLLER how much of it is verified: {', '.join(CONTROLLERS)}"
+
+
+def define_num_draft_tokens() -> flags.FlagHolder:
+    """`--num_draft_tokens`."""
+    text = "K, drafted tokens a cycle. Default: the drafter's usual one."
+    return flags.DEFINE_integer("num_draft_tokens", None, text, module_name=MAIN)
+
+
+def define_tree() -> flags.FlagHolder:
+    """`--tree`."""
+    text = (
+        "Draft a tree: children of each node on level 1, 2, …, like 4,2,1; or, with eagle3, one that "
+        "follows the draft: dynamic,TOTAL_TOKENS,DEPTH,TOP_K. Default: a chain."
+    )
+    return flags.DEFINE_list("tree", [], text, module_name=MAIN)
+
+
+def parts(spec: str) -> tuple[str, str | None, str | None]:
+    """`NAME[@DRAFT][+CONTROLLER]`: what drafts, what is drafted, what decides how much is verified.
+
+    A `+` in a name that no `@` follows is part of it, unless what stands behind it is a controller.
+    """
+    name, marked, rest = spec.partition("@")
+    if marked:
+        draft, plus, controller = rest.partition("+")
+        return name, draft, controller if plus else None
+    before, plus, word = spec.rpartition("+")
+    if plus and word.partition(":")[0] in [known.partition(":")[0] for known in CONTROLLERS]:
+        return before, None, word
+    return spec, None, None
+
+
+def load_drafter(
+    spec: str,
+    target: Target,
+    num_draft_tokens: int | None,
+    words: list[str],
+    *,
+    controlled: bool = False,
+) -> Drafter | LoadedDrafter | None:
+    """The drafter that `--drafter`, `--num_draft_tokens` and `--tree` name.
+
+    `SPEC@K` and `SPEC@TREE` say there what the other flags say for all drafters.
+
+    Args:
+      spec: `--drafter`.
+      target: what it drafts for.
+      num_draft_tokens, words: `--num_draft_tokens` and `--tree`.
+      controlled: the program has controllers, and asks `load_controller` for them.
+    """
+    name, own, controller = parts(spec)
+    if controller is not None and not controlled:
+        raise ValueError(
+            f"--drafter={spec}: whole drafts are verified here; leave +{controller} out"
+        )
+    if own is not None and not (own == "" and controller):
+        num_draft_tokens = int(own) if own.isdecimal() else None
+        words = [] if own.isdecimal() else own.split(",")
+    if words and num_draft_tokens is not None:
+        raise ValueError("give either --num_draft_tokens or --tree")
+    dynamic = words[:1] == ["dynamic"]
+    numbers = words[dynamic:]
+    if not all(word.strip().isdecimal() for word in numbers) or (dynamic and len(numbers) != 3):
+        raise ValueError(
+            "--tree takes numbers of children like 4,2,1, or dynamic,TOTAL_TOKENS,DEPTH,TOP_K, got "
+            f"{','.join(words)!r}"
+        )
+    numbers = [int(word) for word in numbers]
+    nodes = numbers[0] if dynamic else sum(itertools.accumulate(numbers, operator.mul))
+    nodes = nodes or num_draft_tokens or 0
+    if nodes >= target.config.context_length:
+        raise ValueError(
+            f"a draft of {nodes} tokens does not fit the target's context of "
+            f"{target.config.context_length}"
+        )
+    tree = None
+    if numbers:
+        tree = DynamicTree(*numbers) if dynamic else Tree.of_widths(numbers)
+    return specjax.load_drafter(name, target, num_draft_tokens, tree=tree)
+
+
+def load_controller(
+    spec: str,
+    target: Target,
+    loaded: Drafter | LoadedDrafter | None,
+    batch: int,
+    max_len: int,
+    rule: str,
+    sampling: Mapping[str, Any],
+) -> Controller | None:
+    """The controller that `--drafter` names; a scheduler's costs are measured here and now.
+
+    Args:
+      spec: `--drafter`.
+      target, loaded, batch, max_len, rule: what is decoded.
+      sampling: `temperature`, `top_k`, `top_p` and `min_p`.
+
+    Raises:
+      ValueError: there is no such controller, or the drafter has no confidence for it.
+    """
+    _, _, word = parts(spec)
+    if word is None:
+        return None
+    name, _, argument = word.partition(":")
+    drafter, params = drafter_and_params(loaded)
+    if name in ("confidence", "scheduler") and not (drafter and drafter.confident):
+        raise ValueError(f"--drafter={spec}: {name} needs a drafter with a confidence head")
+    if name == "fixed" and argument.isdecimal():
+        return Fixed(jnp.int32(argument))
+    if name == "confidence":
+        return ConfidenceThreshold(jnp.float32(_probability(argument)))
+    if word == "scheduler":
+        law = RULES[rule] if sampling["temperature"] else greedy
+        filters = {key: sampling[key] for key in ("temperature", "top_k", "top_p", "min_p")}
+        seconds = cycle_seconds(
+            target, drafter, params, law, batch=batch, max_len=max_len, **filters
+        )
+        return PrefixScheduler.of(seconds)
+    known = ", ".join(CONTROLLERS)
+    raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError(f"confidence:THRESHOLD takes a number from 0 to 1, got {text!r}")
+    return value
