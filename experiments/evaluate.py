@@ -176,8 +176,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     def short(values):
         return " ".join("–" if value is None else f"{value:.2f}" for value in values)
 
-    def within(value, interval):
-        return f"{value:.2f}" + ("" if None in interval else " ({:.2f}–{:.2f})".format(*interval))
+    def within(value, interval, unit=""):
+        spread = "" if None in interval else " ({:.2f}–{:.2f})".format(*interval)
+        return f"{value:.2f}{unit}{spread}"
 
     def peer(row, kind):
         if row[f"times_peer_{kind}"] is None:
@@ -194,7 +195,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             short(row["survival"]),
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['speculative_tokens_per_second']:.1f}",
-            within(row["speedup"], row["speedup_interval"]),
+            within(row["speedup"], row["speedup_interval"], "×"),
             row["identical"] or "–",
             *([peer(row, "plain"), peer(row, "speculative")] if _PEER.value else []),
         )

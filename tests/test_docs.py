@@ -12,7 +12,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/adding_a_rule.md").read_text("utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+PYTHON = blocks(PAGE)
 COMMANDS = re.findall(r"^python -m (experiments\.audit .*)$", PAGE, re.MULTILINE)
 
 
@@ -22,6 +28,13 @@ def test_every_block_runs():
     for block in PYTHON:
         exec(compile(block, "docs/adding_a_rule.md", "exec"), names)
     assert int(names["verdict"].node) in range(3)
+
+
+def test_the_bigram_drafter_runs(capsys):
+    names = {}
+    for block in blocks((ROOT / "docs/adding_a_drafter.md").read_text("utf-8")):
+        exec(compile(block, "docs/adding_a_drafter.md", "exec"), names)
+    assert names["fast"].tau > 1.2 and "τ " in capsys.readouterr().out
 
 
 @pytest.mark.slow
