@@ -31,6 +31,7 @@ setup(
         "jinja2>=3.1",
         "huggingface_hub>=1.0",
         "rich>=13.9",
+        "matplotlib>=3.8",
         "grain>=0.2.18",  # shuffled, packed, resumable batches of training data
     ],
     extras_require={

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from experiments import drafts, launch
 from specjax.decoding.controllers import PrefixScheduler
-from specjax.decoding.decode import cache_size
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
@@ -74,7 +73,10 @@ def main() -> None:
         for path, texts in files.items()
     }
     sampling = launch.sampling_options(_SAMPLING)
-    sizes = {path: room_for(target, prompts) for path, prompts in encoded.items()}
+    sizes = {
+        path: launch.room_for(target, prompts, _MAX_NEW_TOKENS.value)
+        for path, prompts in encoded.items()
+    }
     controllers = {
         spec: drafts.load_controller(
             spec, target, drafter, _BATCH.value, max(sizes.values()), _RULE.value, sampling
@@ -109,12 +111,6 @@ def main() -> None:
         **launch.machine(),
     }
     launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
-
-
-def room_for(target: Target, prompts: list[np.ndarray]) -> int:
-    """Rows of the cache that holds the longest prompt and its answer."""
-    budgets = np.full(len(prompts), _MAX_NEW_TOKENS.value)
-    return min(cache_size(target, prompts, budgets), target.config.context_length)
 
 
 def start_peer(

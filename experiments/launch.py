@@ -67,6 +67,12 @@ def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> 
     return ids
 
 
+def room_for(target: Target, prompts: list[np.ndarray], max_new_tokens: int) -> int:
+    """Rows of the cache that holds the longest of some prompts and its answer."""
+    budgets = np.full(len(prompts), max_new_tokens)
+    return min(cache_size(target, prompts, budgets), target.config.context_length)
+
+
 def define_sampling() -> dict[str, flags.FlagHolder]:
     """`--temperature`, `--top_k`, `--top_p`, `--min_p` and `--seed`, by name."""
     main = {"module_name": MAIN}

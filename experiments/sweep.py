@@ -1,0 +1,166 @@
+r"""Speed-up over K, measured and as the law of its acceptance and costs predicts it.
+
+  python -m experiments.sweep --target=smollm2 --drafter=runs/smollm2_eagle3/drafter \
+    --lengths=1,2,4,8 --prompts=gsm8k.jsonl --limit=5 --json=sweep.json --plot=sweep.png
+
+Every K decodes the same prompts, in turn with plain decoding. Costs are measured beside it: a plain
+step, the draft of K tokens, their verification. The law is fitted to these costs and to the acceptance
+of the longest drafts alone, so that for every other K it is a prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from experiments import drafts, launch
+from specjax.evaluation import plots
+from specjax.evaluation.benchmark import Simulated, breakdown
+from specjax.evaluation.prompts import read_prompts
+from specjax.evaluation.runner import Evaluation, evaluate
+from specjax.evaluation.speedup import Costs, Law, needed_alpha, needed_beta
+from specjax.types import Rule, drafter_and_params
+
+_TARGET = launch.define_target()
+_DRAFTER = flags.DEFINE_string("drafter", None, f"{drafts.SPECS}; it drafts chains.")
+_LENGTHS = flags.DEFINE_list("lengths", ["1", "2", "3", "4", "6", "8", "12", "16"], "K, several.")
+_PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
+_LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
+_RULE = launch.define_rule()
+_SAMPLING = launch.define_sampling()
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
+_WANTED = flags.DEFINE_float("wanted", 3.0, "A speed-up: what α or β would it need?")
+_JSON = launch.define_json()
+_PLOT = flags.DEFINE_string("plot", None, "PNG file to draw.")
+
+STEPS = 12  # cycles a timed run of the costs
+
+
+def main() -> None:
+    """Decodes with every K, times the parts, fits, prints, draws, writes."""
+    launch.require(target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value)
+    lengths = sorted({int(word) for word in _LENGTHS.value if word.isdecimal() and int(word)})
+    if len(lengths) < 2 or len(lengths) < len(set(_LENGTHS.value)):
+        raise ValueError(f"--lengths takes two K or more, from 1, got {','.join(_LENGTHS.value)}")
+    for path in (_JSON.value, _PLOT.value):
+        launch.check_writable(path)
+    texts = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
+    target = launch.load_target(_TARGET.value)
+    encoded = {
+        path: launch.encode(target, path, "prompt", dict(enumerate(prompts, start=1)))
+        for path, prompts in texts.items()
+    }
+    drafters = {str(k): drafts.load_drafter(_DRAFTER.value, target, k, []) for k in lengths}
+    if None in drafters.values():
+        raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
+    sampling = launch.sampling_options(_SAMPLING)
+    filters = {name: flag.value for name, flag in _SAMPLING.items()}
+    costs = {}
+    for k in lengths:
+        parts = breakdown(
+            target, *drafter_and_params(drafters[str(k)]), Rule(Simulated(0.5)), batch=_BATCH.value,
+            max_len=64 + STEPS * (lengths[-1] + 1), steps=STEPS, repeats=3, **filters,
+        )  # fmt: skip
+        costs[k] = Costs(parts.plain.median, parts.draft.median, parts.verify.median)
+    rows, measured, laws = [], {}, {}
+    for path, prompts in encoded.items():
+        name = pathlib.Path(path).stem
+        with launch.progress() as report:
+            results = evaluate(
+                target, drafters, prompts, batch=_BATCH.value, progress=report, rule=_RULE.value,
+                max_new_tokens=_MAX_NEW_TOKENS.value,
+                max_len=launch.room_for(target, prompts, _MAX_NEW_TOKENS.value), **sampling,
+            )  # fmt: skip
+        laws[name] = Law.fit(results[str(lengths[-1])].alpha, costs)
+        rows += [row(name, k, results[str(k)], laws[name], costs[k]) for k in lengths]
+        measured[name] = {
+            k: (results[str(k)].speedup, *results[str(k)].speedup_interval) for k in lengths
+        }
+    show(rows)
+    summaries = [summary(name, laws[name], measured[name]) for name in laws]
+    if _PLOT.value:
+        plots.sweep(_PLOT.value, _DRAFTER.value, measured, laws)
+    settings = {
+        "target": target.name,
+        "drafter": _DRAFTER.value,
+        "batch": _BATCH.value,
+        "rule": _RULE.value,
+        **filters,
+        **launch.machine(),
+    }
+    figures = {"settings": settings, "rows": rows, "laws": summaries}
+    launch.write_json(_JSON.value, figures)
+
+
+def row(name: str, k: int, result: Evaluation, law: Law, costs: Costs) -> dict[str, Any]:
+    """One K on one file."""
+    return {
+        "prompts": name,
+        "num_draft_tokens": k,
+        "tau": result.tau,
+        "alpha": launch.listed(result.alpha),
+        "speedup": result.speedup,
+        "speedup_interval": launch.listed(result.speedup_interval),
+        "predicted": law.predicted(k),
+        **{f"{part}_ms": 1e3 * seconds for part, seconds in dataclasses.asdict(costs).items()},
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    table = Table()
+    for heading in (
+        "prompts",
+        "K",
+        "τ",
+        "draft ms",
+        "verify ms",
+        "plain ms",
+        "speed-up",
+        "predicted",
+    ):
+        table.add_column(heading)
+    for one in rows:
+        parts = (f"{one[f'{part}_ms']:.1f}" for part in ("draft", "verify", "plain"))
+        spread = one["speedup_interval"]
+        within = "" if None in spread else " ({:.2f}–{:.2f})".format(*spread)
+        table.add_row(
+            one["prompts"], str(one["num_draft_tokens"]), f"{one['tau']:.2f}", *parts,
+            f"{one['speedup']:.2f}{within}", f"{one['predicted']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def summary(name: str, law: Law, measured: dict[int, tuple[float, float, float]]) -> dict[str, Any]:
+    """What the law says of a file, printed, too."""
+    lengths = sorted(measured)
+    found = max(lengths, key=lambda k: measured[k][0])
+    alpha, wanted = float(np.mean(law.alpha)), _WANTED.value
+    needs = needed_alpha(wanted, law.beta), needed_beta(wanted, law.alpha)
+    Console(highlight=False, soft_wrap=True).print(
+        f"{name}: α {alpha:.2f}, β {law.beta:.3f}; K* predicted {law.best(lengths)}, measured {found}; "
+        f"{wanted:g}× would need "
+        + (f"α {needs[0]:.2f} at this β" if needs[0] else "more than α 1 at this β")
+        + (f" or β {needs[1]:.3f} at this α" if needs[1] else ", and is out of reach at this α")
+        + ", were verification as cheap as a step"
+    )
+    return {
+        "prompts": name,
+        **dataclasses.asdict(law),
+        "best_predicted": law.best(lengths),
+        "best_measured": found,
+        "wanted": wanted,
+        "needed_alpha": needs[0],
+        "needed_beta": needs[1],
+    }
+
+
+if __name__ == "__main__":
+    launch.run(main)

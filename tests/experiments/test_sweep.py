@@ -1,0 +1,46 @@
+"""`python -m experiments.sweep` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specjax.evaluation.speedup import Law
+
+
+def prompt_file(folder):
+    path = folder / "one.jsonl"
+    path.write_text('{"turns": ["he hello he hello he"]}\n{"turns": ["lo lo lo"]}\n')
+    return path
+
+
+@pytest.mark.slow
+def test_every_k_is_measured_and_predicted(run, model, tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    done = run(
+        "sweep", f"--target={model}", "--drafter=ngram", "--lengths=1,3", "--max_new_tokens=16",
+        f"--prompts={prompt_file(tmp_path)}", f"--json={out}", f"--plot={plot}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(out.read_text())
+    (said,), rows = figures["laws"], figures["rows"]
+    assert [row["num_draft_tokens"] for row in rows] == [1, 3]
+    law = Law(
+        tuple(said["alpha"]), said["start"], said["beta"],
+        tuple((k, growth) for k, growth in said["verification"]),
+    )  # fmt: skip
+    for row in rows:
+        assert row["predicted"] == pytest.approx(law.predicted(row["num_draft_tokens"]))
+        assert row["speedup"] > 0 and f"{row['tau']:.2f}" in done.stdout
+    assert said["best_predicted"] == law.best([1, 3]) and "K* predicted" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("lengths", ["4", "1,x"])
+def test_lengths_that_make_no_sweep(run, model, tmp_path, lengths):
+    done = run(
+        "sweep", f"--target={model}", "--drafter=ngram", f"--lengths={lengths}",
+        f"--prompts={prompt_file(tmp_path)}",
+    )  # fmt: skip
+    assert done.returncode == 1 and "--lengths takes two K or more" in done.stderr
