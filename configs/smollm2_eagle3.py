@@ -3,6 +3,8 @@ r"""EAGLE-3 for SmolLM2, trained on text it wrote.
   python -m experiments.distill --config=configs/smollm2_eagle3.py --workdir=runs/smollm2_eagle3 \
     --config.data.path=responses.jsonl
 
+700 steps took 18 minutes on two CPU cores: α 0.29, 0.26, 0.24, 0.22, 0.21 at the five steps of
+training-time test, and on 8 held-out prompts τ 1.63 at temperature 1 (docs/results.md).
 `responses.jsonl` is written by `experiments.regenerate`. With `:runlocal` behind the config's name it
 is the same in few and short steps, less than two minutes on two CPU cores.
 """

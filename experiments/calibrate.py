@@ -59,7 +59,11 @@ def main() -> None:
         raise ValueError(f"{_PROMPTS.value}: one prompt cannot be fitted and held out")
     raw = dataclasses.replace(loaded.drafter, confidence_temperatures=())
     loaded = dataclasses.replace(loaded, drafter=raw)
-    options = {"max_new_tokens": _MAX_NEW_TOKENS.value, "rule": _RULE.value}
+    options = {
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "max_len": launch.room_for(target, ids, _MAX_NEW_TOKENS.value),
+        "rule": _RULE.value,
+    }
     options |= launch.sampling_options(_SAMPLING)
     key = options["key"]
     with launch.progress() as report:

@@ -12,7 +12,14 @@ from absl import flags
 
 import specjax
 from experiments.launch import MAIN
-from specjax.decoding.controllers import ConfidenceThreshold, Fixed, PrefixScheduler
+from specjax.decoding.controllers import (
+    ConfidenceThreshold,
+    Fixed,
+    Heuristic,
+    Optimal,
+    PrefixScheduler,
+    Threshold,
+)
 from specjax.drafters import REGISTRY
 from specjax.evaluation.benchmark import cycle_seconds
 from specjax.models.target import Target
@@ -24,7 +31,9 @@ SPECS = (
     ", ".join(["none", *(name + entry.argument for name, entry in REGISTRY.items())])
     + ", or the folder of a drafter trained here; @K or @TREE behind it says what this one drafts"
 )
-CONTROLLERS = ("fixed:LENGTH", "confidence:THRESHOLD", "scheduler")
+CONTROLLERS = (
+    "fixed:LENGTH", "heuristic", "threshold:Q", "optimal", "confidence:THRESHOLD", "scheduler",
+)  # fmt: skip
 CONTROLLED_SPECS = f"{SPECS}, and +CONTROLLER how much of it is verified: {', '.join(CONTROLLERS)}"
 
 
@@ -135,24 +144,29 @@ def load_controller(
         raise ValueError(f"--drafter={spec}: {name} needs a drafter with a confidence head")
     if name == "fixed" and argument.isdecimal():
         return Fixed(jnp.int32(argument))
-    if name == "confidence":
-        return ConfidenceThreshold(jnp.float32(_probability(argument)))
-    if word == "scheduler":
+    if word == "heuristic":
+        return Heuristic(jnp.int32(4))
+    if name in ("confidence", "threshold"):
+        kind = ConfidenceThreshold if name == "confidence" else Threshold
+        return kind(jnp.float32(_probability(word)))
+    if word in ("scheduler", "optimal"):
         law = RULES[rule] if sampling["temperature"] else greedy
         filters = {key: sampling[key] for key in ("temperature", "top_k", "top_p", "min_p")}
         seconds = cycle_seconds(
             target, drafter, params, law, batch=batch, max_len=max_len, **filters
         )
-        return PrefixScheduler.of(seconds)
+        return (PrefixScheduler if word == "scheduler" else Optimal).of(seconds)
     known = ", ".join(CONTROLLERS)
     raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")
 
 
-def _probability(text: str) -> float:
+def _probability(word: str) -> float:
+    """What stands behind the colon."""
+    name, _, text = word.partition(":")
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise ValueError(f"confidence:THRESHOLD takes a number from 0 to 1, got {text!r}")
+        raise ValueError(f"{name} takes a number from 0 to 1, got {text!r}")
     return value

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import drafts, launch
-from specjax.decoding.controllers import PrefixScheduler
+from specjax.decoding.controllers import Optimal, PrefixScheduler
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
@@ -73,13 +73,13 @@ def main() -> None:
         for path, texts in files.items()
     }
     sampling = launch.sampling_options(_SAMPLING)
-    sizes = {
-        path: launch.room_for(target, prompts, _MAX_NEW_TOKENS.value)
-        for path, prompts in encoded.items()
-    }
+    # The same for all files: every drafter is compiled once.
+    size = max(
+        launch.room_for(target, prompts, _MAX_NEW_TOKENS.value) for prompts in encoded.values()
+    )
     controllers = {
         spec: drafts.load_controller(
-            spec, target, drafter, _BATCH.value, max(sizes.values()), _RULE.value, sampling
+            spec, target, drafter, _BATCH.value, size, _RULE.value, sampling
         )
         for spec, drafter in drafters.items()
     }
@@ -89,7 +89,7 @@ def main() -> None:
             with launch.progress() as report:
                 results = evaluate(
                     target, drafters, prompts, batch=_BATCH.value, controllers=controllers, peer=peer,
-                    progress=report, max_len=sizes[path], max_new_tokens=_MAX_NEW_TOKENS.value,
+                    progress=report, max_len=size, max_new_tokens=_MAX_NEW_TOKENS.value,
                     rule=_RULE.value, **sampling,
                 )  # fmt: skip
             for name, result in results.items():
@@ -105,7 +105,7 @@ def main() -> None:
         "cycle_seconds": {
             spec: dict(zip(x.widths.tolist(), x.seconds.tolist(), strict=True))
             for spec, x in controllers.items()
-            if isinstance(x, PrefixScheduler)
+            if isinstance(x, PrefixScheduler | Optimal)
         },
         **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),

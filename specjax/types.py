@@ -344,16 +344,25 @@ class Controller(Protocol):
     other rows makes a row's text depend on them above temperature 0, but for `gumbel`; its law stays.
     """
 
-    def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
+    def init_state(self, batch: int, num_draft_tokens: int) -> PyTree:
+        """What it knows before the first cycle, () if it keeps nothing."""
+        ...
+
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]` int32, how many tokens of each draft are to be verified, at least.
 
         Args:
+          state: its own.
           drafts: with the batch axis; what follows `num_valid` tokens may hold anything.
           running: `[B]` bool, the rows that have not ended.
 
         Raises:
           ValueError: when the loop is built, for drafts that it cannot judge.
         """
+        ...
+
+    def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
+        """Takes in what became of a cycle: `[B]` each, as `specjax.metrics` defines them."""
         ...
 
 

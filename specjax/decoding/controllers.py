@@ -1,7 +1,8 @@
 """How much of the drafts is verified: controllers (`specjax.types.Controller`).
 
-`ConfidenceThreshold` and `PrefixScheduler` are DSpark's (DeepSeek-AI 2026, §4). They ask only what the
-drafter told of a token before it was drawn, so they are lossless.
+`ConfidenceThreshold` and `PrefixScheduler` are DSpark's (DeepSeek-AI 2026, §4): they ask what the
+drafter told of a token before it was drawn. `Heuristic` and `Optimal` ask past cycles, `Threshold` the
+tokens before. So all are lossless.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Draft
+from specjax.types import Draft, PyTree
+
+
+class Forgetful:
+    """The methods of a controller that keeps nothing."""
+
+    def init_state(self, batch: int, num_draft_tokens: int) -> PyTree:
+        """Nothing."""
+        return ()
+
+    def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
+        """Nothing."""
+        return state
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Fixed:
+class Fixed(Forgetful):
     """Verifies the same number of tokens in every cycle.
 
     Attributes:
@@ -27,14 +40,112 @@ class Fixed:
 
     length: jax.Array
 
-    def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
         return jnp.broadcast_to(self.length, drafts.num_valid.shape)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class ConfidenceThreshold:
+class Heuristic:
+    """Two tokens more for a row whose last draft was accepted whole, one fewer otherwise.
+
+    The schedule of assisted generation in `transformers` (Gante 2023).
+
+    Attributes:
+      first: `[]` int32, tokens in the first cycle.
+    """
+
+    first: jax.Array
+
+    def init_state(self, batch: int, num_draft_tokens: int) -> jax.Array:
+        """`[B]` int32, tokens wanted of each row."""
+        return jnp.broadcast_to(jnp.minimum(self.first, num_draft_tokens), batch)
+
+    def __call__(self, state: jax.Array, drafts: Draft, running: jax.Array) -> jax.Array:
+        """`[B]`, see `specjax.types.Controller`."""
+        return jnp.minimum(state, drafts.tokens.shape[1])
+
+    def observe(self, state: jax.Array, accepted: jax.Array, drafted: jax.Array) -> jax.Array:
+        """Grows or shrinks; what was verified beside the wanted tokens does not count."""
+        whole = accepted >= jnp.minimum(state, drafted)
+        return jnp.where(whole, state + 2, jnp.maximum(state - 1, 1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Threshold(Forgetful):
+    """Verifies the tokens up to the first that the drafter said with less than some probability.
+
+    That one is verified, too: to drop it for being what it is would give another law.
+
+    Attributes:
+      threshold: `[]` float32, 0…1; 0 verifies all.
+    """
+
+    threshold: jax.Array
+
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+        """`[B]`, see `specjax.types.Controller`."""
+        if drafts.log_q is None:
+            raise ValueError(
+                "threshold needs the probabilities that tokens were drawn with: a temperature above 0 "
+                "and a rule for sampled drafts"
+            )
+        said = jnp.take_along_axis(drafts.log_q, drafts.tokens[..., None], axis=-1)[..., 0]
+        sure = jnp.exp(said) >= self.threshold
+        return 1 + jnp.cumprod(sure[:, :-1], axis=-1, dtype=jnp.int32).sum(-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Optimal:
+    """The width with the greatest throughput, by the acceptance counted so far and measured costs.
+
+    Acceptance at each position is a running mean over the batch's cycles, from a prior of ½ that
+    returns as the past is forgotten, so that what seemed not to pay is tried again. It decides from
+    past cycles only, and may therefore look at every width.
+
+    Attributes:
+      widths: `[W]` int32, ascending, tokens a row that a cycle verifies, the anchor counted.
+      seconds: `[W]` float32, how long such a cycle of this batch takes.
+      decay: `[]` float32, weight of a cycle over that of the one after it.
+    """
+
+    widths: jax.Array
+    seconds: jax.Array
+    decay: jax.Array
+
+    @classmethod
+    def of(cls, seconds: Mapping[int, float], decay: float = 0.98) -> Optimal:
+        """From `specjax.evaluation.benchmark.cycle_seconds`."""
+        widths = sorted(seconds)
+        taken = jnp.asarray([seconds[width] for width in widths], jnp.float32)
+        return cls(jnp.asarray(widths, jnp.int32), taken, jnp.float32(decay))
+
+    def init_state(self, batch: int, num_draft_tokens: int) -> tuple[jax.Array, jax.Array]:
+        """`[K]` float32 each: accepted and tried at every position."""
+        return jnp.zeros(num_draft_tokens), jnp.zeros(num_draft_tokens)
+
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+        """`[B]`, see `specjax.types.Controller`."""
+        accepted, tried = state
+        alpha = (accepted + 2) / (tried + 4)
+        tokens = 1 + jnp.append(0.0, jnp.cumsum(jnp.cumprod(alpha)))  # of 0…K drafts
+        best = self.widths[jnp.argmax(tokens[self.widths - 1] / self.seconds)]
+        return jnp.broadcast_to(best - 1, running.shape)
+
+    def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
+        """Adds the cycle to what is remembered."""
+        place = jnp.arange(1, 1 + len(state[0]))
+        kept = (accepted[:, None] >= place).sum(0)
+        tried = ((drafted[:, None] >= place) & (accepted[:, None] >= place - 1)).sum(0)
+        return self.decay * state[0] + kept, self.decay * state[1] + tried
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConfidenceThreshold(Forgetful):
     """Verifies the tokens before the first whose confidence is below a threshold, for single requests.
 
     Attributes:
@@ -43,7 +154,7 @@ class ConfidenceThreshold:
 
     threshold: jax.Array
 
-    def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
         sure = confidence_of(drafts) >= self.threshold
         return jnp.cumprod(sure, axis=-1, dtype=jnp.int32).sum(-1)
@@ -51,7 +162,7 @@ class ConfidenceThreshold:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefixScheduler:
+class PrefixScheduler(Forgetful):
     """The hardware-aware prefix scheduler (Algorithm 1): as many tokens as make the batch fastest.
 
     The drafted tokens of all rows are admitted in the order of their survival, the product of the
@@ -80,7 +191,7 @@ class PrefixScheduler:
         rising = np.maximum.accumulate([seconds[width] for width in widths])
         return cls(jnp.asarray(widths, jnp.float32), jnp.asarray(rising, jnp.float32))
 
-    def __call__(self, drafts: Draft, running: jax.Array) -> jax.Array:
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
         confidence = confidence_of(drafts)
         depth = jnp.arange(confidence.shape[1])

@@ -123,7 +123,10 @@ def decode(
     else:
         counts = Counts.zeros(batch, size, drafter)
         widths = widths_for(drafter.num_draft_tokens, controlled=controller is not None)
-        state = SpeculativeState(rows, cache, drafter_state, counts, jnp.int32(0))
+        state = SpeculativeState(
+            rows, cache, drafter_state, counts, jnp.int32(0),
+            controller.init_state(batch, drafter.num_draft_tokens) if controller else (),
+        )  # fmt: skip
 
         def run(state, until):
             return speculative_loop(

@@ -65,13 +65,17 @@ class Counts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculativeState:
-    """Carry of the loop, with the batch axis in front of all but `cycle`, which is `[]` int32."""
+    """Carry of the loop, with the batch axis in front of all but `cycle`, which is `[]` int32.
+
+    `controller_state` is the controller's own, of the batch.
+    """
 
     rows: Row
     cache: KVCache
     drafter_state: PyTree
     counts: Counts
     cycle: jax.Array
+    controller_state: PyTree = ()
 
 
 def propose(
@@ -246,8 +250,10 @@ def speculative_loop(
         draft, drafter_state = jax.vmap(
             functools.partial(propose, drafter, drafter_params, params, rule)
         )(rows, cache, state.drafter_state, sampling, noise)
+        controller_state = state.controller_state
         if controller is not None:
-            draft = shortened(draft, controller(draft, rows.running), widths)
+            wanted = controller(controller_state, draft, rows.running)
+            draft = shortened(draft, wanted, widths)
         passes = [
             jax.vmap(functools.partial(verify, model, rule, drafter.taps, width))
             for width in widths
@@ -262,7 +268,12 @@ def speculative_loop(
         counts = jax.tree.map(
             lambda column, value: column.at[:, state.cycle].set(value), state.counts, cycle_counts
         )
-        return SpeculativeState(rows, cache, drafter_state, counts, state.cycle + 1)
+        if controller is not None:
+            decided = cycle_counts.accepted, cycle_counts.drafted
+            controller_state = controller.observe(controller_state, *decided)
+        return SpeculativeState(
+            rows, cache, drafter_state, counts, state.cycle + 1, controller_state
+        )
 
     def unfinished(state: SpeculativeState) -> jax.Array:
         return state.rows.running.any() & (state.cycle < until)

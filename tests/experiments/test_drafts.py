@@ -52,6 +52,9 @@ def test_controllers_stand_behind_what_is_drafted(asked, tiny, monkeypatch):
     assert float(controller("x@7+confidence:.5").threshold) == 0.5
     monkeypatch.setattr(drafts, "cycle_seconds", lambda *_, **options: {1: options["batch"], 8: 4})
     assert controller("x@7+scheduler").seconds.tolist() == [2, 4]
+    assert controller("x@7+optimal").seconds.tolist() == [2, 4]
+    assert int(controller("x@7+heuristic").first) == 4
+    assert float(controller("x@7+threshold:0.25").threshold) == 0.25
     for word, message in (
         ("confidence:1.5", "a number from 0 to 1, got '1.5'"), ("confidence:", "got ''"),
         ("fixed:x", "unknown controller 'fixed:x'"), ("", "unknown controller ''"),
