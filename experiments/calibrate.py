@@ -132,7 +132,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     shown = Table()
     headings = ["draft", "cycles", "survived", "predicted before", "after", "error before", "after"]
-    for heading in [*headings, "temperature"]:
+    for heading in [*headings, "T"]:
         shown.add_column(heading)
     for row in rows:
         names = "survived", "predicted_before", "predicted_after", "error_before", "error_after"
