@@ -323,7 +323,7 @@ def test_greedy_text_is_plain_text(tiny, drafter, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CONTROLLERS))
+@pytest.mark.parametrize("name", ["scheduler", "heuristic"])
 def test_gumbel_text_is_plain_samplings_text(tiny, drafter, name):
     options = {"temperature": 0.8, "key": jax.random.key(0), "max_new_tokens": 24}
     plain = specjax.decode(tiny, None, PROMPTS, **options)
@@ -334,7 +334,7 @@ def test_gumbel_text_is_plain_samplings_text(tiny, drafter, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", ["block"])
 def test_joint_law_of_two_tokens_in_the_real_loop(tiny, drafter, rule):
     scheduler = PrefixScheduler.of(COSTS)
     statistic, limit = joint_law_statistic(tiny, drafter, rule=rule, controller=scheduler)
