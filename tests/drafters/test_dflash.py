@@ -329,16 +329,21 @@ def test_anchors(tiny, drafter, texts):
     assert drawn(random_anchors=False) == wanted[::3].tolist()
 
 
-def test_replayed_cycles_are_the_loops(tiny, drafter, texts):
-    result = specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40, stop_tokens=[])
-    traces = trace_of(tiny, drafter.drafter, PROMPTS, texts)
-    agree = functools.partial(drafter.drafter.agreement, drafter.params, tiny.params)
+def replay_equals_decoding(target, loaded, texts):
+    """Asserts that cycles replayed along the greedy texts are those that decoding counts."""
+    result = specjax.decode(target, loaded, PROMPTS, max_new_tokens=40, stop_tokens=[])
+    traces = trace_of(target, loaded.drafter, PROMPTS, texts)
+    agree = functools.partial(loaded.drafter.agreement, loaded.params, target.params)
     agreement = np.asarray(jax.jit(jax.vmap(agree))(traces))
     for row in (0, 2, 3, 4):
         supervised = np.asarray(traces.weights[row] > 0)
         (cycles,) = replayed(agreement[row], supervised, np.asarray(traces.tokens[row]), ())
         counted = result.accepted[row], result.drafted[row], result.committed[row]
         np.testing.assert_array_equal(cycles, counted)
+
+
+def test_replayed_cycles_are_the_loops(tiny, drafter, texts):
+    replay_equals_decoding(tiny, drafter, texts)
 
 
 def with_windows(loaded, causal=True):
@@ -375,15 +380,7 @@ def test_sliding_layers_see_their_window_only(tiny, drafter, texts):
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sliding_layers_decode_as_they_are_trained(tiny, drafter, texts, causal):
-    loaded = with_windows(drafter, causal)
-    result = specjax.decode(tiny, loaded, PROMPTS, max_new_tokens=40, stop_tokens=[])
-    traces = trace_of(tiny, loaded.drafter, PROMPTS, texts)
-    agree = functools.partial(loaded.drafter.agreement, loaded.params, tiny.params)
-    agreement = np.asarray(jax.jit(jax.vmap(agree))(traces))
-    for row in (0, 2, 3, 4):
-        supervised = np.asarray(traces.weights[row] > 0)
-        (cycles,) = replayed(agreement[row], supervised, np.asarray(traces.tokens[row]), ())
-        np.testing.assert_array_equal(cycles[0], result.accepted[row])
+    replay_equals_decoding(tiny, with_windows(drafter, causal), texts)
 
 
 # --- checkpoints -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.distillation.trainer import replayed
 from specjax.drafters import dflash, dspark
 from specjax.drafters.fusion import folded
 from specjax.drafters.vocabulary import DraftVocabulary
@@ -26,6 +25,7 @@ from specjax.noise import Noise
 from specjax.sampling import Sampling
 from specjax.types import Context, LoadedDrafter, Trace
 from tests.conftest import TINY
+from tests.drafters.test_dflash import replay_equals_decoding
 from tests.drafters.test_eagle3 import observed, row_of, trace_of
 from tests.drafters.test_transformer_drafters import joint_law_statistic
 from tests.fakes import PROMPTS, reference_text
@@ -222,15 +222,7 @@ def test_confidence_moves_trunk_and_table_but_not_the_bias(tiny, drafter, texts)
 
 
 def test_replayed_cycles_are_the_loops(tiny, drafter, texts):
-    result = specjax.decode(tiny, drafter, PROMPTS, max_new_tokens=40, stop_tokens=[])
-    traces = trace_of(tiny, drafter.drafter, PROMPTS, texts)
-    agree = functools.partial(drafter.drafter.agreement, drafter.params, tiny.params)
-    agreement = np.asarray(jax.jit(jax.vmap(agree))(traces))
-    for row in (0, 2, 3, 4):
-        supervised = np.asarray(traces.weights[row] > 0)
-        (cycles,) = replayed(agreement[row], supervised, np.asarray(traces.tokens[row]), ())
-        counted = result.accepted[row], result.drafted[row], result.committed[row]
-        np.testing.assert_array_equal(cycles, counted)
+    replay_equals_decoding(tiny, drafter, texts)
 
 
 @pytest.mark.slow
