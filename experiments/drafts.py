@@ -24,7 +24,7 @@ from specjax.drafters import REGISTRY
 from specjax.evaluation.benchmark import cycle_seconds
 from specjax.models.target import Target
 from specjax.trees import DynamicTree, Tree
-from specjax.types import Controller, Drafter, LoadedDrafter, drafter_and_params
+from specjax.types import Controller, Drafter, Drafts, LoadedDrafter, drafter_and_params
 from specjax.verification import RULES, greedy
 
 SPECS = (
@@ -140,7 +140,16 @@ def load_controller(
         return None
     name, _, argument = word.partition(":")
     drafter, params = drafter_and_params(loaded)
-    if name in ("confidence", "scheduler") and not (drafter and drafter.confident):
+    if drafter is None:
+        raise ValueError(f"--drafter={spec}: there is no draft for {word} to judge")
+    if name == "optimal" and drafter.draft_depth < drafter.num_draft_tokens:
+        raise ValueError(f"--drafter={spec}: optimal judges chains, no trees")
+    sampled = sampling["temperature"] and RULES[rule].drafts is Drafts.SAMPLED
+    if name == "threshold" and not sampled:
+        raise ValueError(
+            f"--drafter={spec}: threshold needs a temperature above 0 and a rule for sampled drafts"
+        )
+    if name in ("confidence", "scheduler") and not drafter.confident:
         raise ValueError(f"--drafter={spec}: {name} needs a drafter with a confidence head")
     if name == "fixed" and argument.isdecimal():
         return Fixed(jnp.int32(argument))
@@ -152,9 +161,10 @@ def load_controller(
     if word in ("scheduler", "optimal"):
         law = RULES[rule] if sampling["temperature"] else greedy
         filters = {key: sampling[key] for key in ("temperature", "top_k", "top_p", "min_p")}
-        seconds = cycle_seconds(
-            target, drafter, params, law, batch=batch, max_len=max_len, **filters
-        )
+        room = max(
+            max_len, 64 + 12 * (drafter.num_draft_tokens + 1)
+        )  # for the cycles that are timed
+        seconds = cycle_seconds(target, drafter, params, law, batch=batch, max_len=room, **filters)
         return (PrefixScheduler if word == "scheduler" else Optimal).of(seconds)
     known = ", ".join(CONTROLLERS)
     raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")

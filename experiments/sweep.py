@@ -24,7 +24,7 @@ from specjax.evaluation import plots
 from specjax.evaluation.benchmark import Simulated, breakdown
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
-from specjax.evaluation.speedup import Costs, Law, needed_alpha, needed_beta
+from specjax.evaluation.speedup import Costs, Law, conditional, needed_alpha, needed_beta
 from specjax.types import Rule, drafter_and_params
 
 _TARGET = launch.define_target()
@@ -49,6 +49,10 @@ def main() -> None:
     lengths = sorted({int(word) for word in _LENGTHS.value if word.isdecimal() and int(word)})
     if len(lengths) < 2 or len(lengths) < len(set(_LENGTHS.value)):
         raise ValueError(f"--lengths takes two K or more, from 1, got {','.join(_LENGTHS.value)}")
+    if drafts.parts(_DRAFTER.value)[1:] != (None, None):
+        raise ValueError(f"--drafter={_DRAFTER.value}: --lengths says what is drafted here")
+    if _PLOT.value and pathlib.Path(_PLOT.value).suffix != ".png":
+        raise ValueError(f"--plot takes the name of a .png file, got {_PLOT.value!r}")
     for path in (_JSON.value, _PLOT.value):
         launch.check_writable(path)
     texts = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
@@ -78,15 +82,13 @@ def main() -> None:
                 max_new_tokens=_MAX_NEW_TOKENS.value,
                 max_len=launch.room_for(target, prompts, _MAX_NEW_TOKENS.value), **sampling,
             )  # fmt: skip
-        laws[name] = Law.fit(results[str(lengths[-1])].alpha, costs)
+        laws[name] = Law.fit(conditional(results[str(lengths[-1])].survival), costs)
         rows += [row(name, k, results[str(k)], laws[name], costs[k]) for k in lengths]
         measured[name] = {
             k: (results[str(k)].speedup, *results[str(k)].speedup_interval) for k in lengths
         }
     show(rows)
     summaries = [summary(name, laws[name], measured[name]) for name in laws]
-    if _PLOT.value:
-        plots.sweep(_PLOT.value, _DRAFTER.value, measured, laws)
     settings = {
         "target": target.name,
         "drafter": _DRAFTER.value,
@@ -97,6 +99,8 @@ def main() -> None:
     }
     figures = {"settings": settings, "rows": rows, "laws": summaries}
     launch.write_json(_JSON.value, figures)
+    if _PLOT.value:
+        plots.sweep(_PLOT.value, _DRAFTER.value, measured, laws)
 
 
 def row(name: str, k: int, result: Evaluation, law: Law, costs: Costs) -> dict[str, Any]:
@@ -143,9 +147,11 @@ def summary(name: str, law: Law, measured: dict[int, tuple[float, float, float]]
     lengths = sorted(measured)
     found = max(lengths, key=lambda k: measured[k][0])
     alpha, wanted = float(np.mean(law.alpha)), _WANTED.value
-    needs = needed_alpha(wanted, law.beta), needed_beta(wanted, law.alpha)
+    fixed = {"fixed": law.start}
+    needs = needed_alpha(wanted, law.beta, **fixed), needed_beta(wanted, law.alpha, **fixed)
     Console(highlight=False, soft_wrap=True).print(
-        f"{name}: α {alpha:.2f}, β {law.beta:.3f}; K* predicted {law.best(lengths)}, measured {found}; "
+        f"{name}: α {alpha:.2f}, a draft costs {law.start:.3f} + {law.beta:.3f} K; "
+        f"K* predicted {law.best(lengths)}, measured {found}; "
         f"{wanted:g}× would need "
         + (f"α {needs[0]:.2f} at this β" if needs[0] else "more than α 1 at this β")
         + (f" or β {needs[1]:.3f} at this α" if needs[1] else ", and is out of reach at this α")

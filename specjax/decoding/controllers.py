@@ -58,18 +58,21 @@ class Heuristic:
 
     first: jax.Array
 
-    def init_state(self, batch: int, num_draft_tokens: int) -> jax.Array:
-        """`[B]` int32, tokens wanted of each row."""
-        return jnp.broadcast_to(jnp.minimum(self.first, num_draft_tokens), batch)
+    def init_state(self, batch: int, num_draft_tokens: int) -> tuple[jax.Array, jax.Array]:
+        """`[B]` int32, tokens wanted of each row, and K."""
+        most = jnp.int32(num_draft_tokens)
+        return jnp.broadcast_to(jnp.minimum(self.first, most), batch), most
 
-    def __call__(self, state: jax.Array, drafts: Draft, running: jax.Array) -> jax.Array:
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
-        return jnp.minimum(state, drafts.tokens.shape[1])
+        return state[0]
 
-    def observe(self, state: jax.Array, accepted: jax.Array, drafted: jax.Array) -> jax.Array:
+    def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
         """Grows or shrinks; what was verified beside the wanted tokens does not count."""
-        whole = accepted >= jnp.minimum(state, drafted)
-        return jnp.where(whole, state + 2, jnp.maximum(state - 1, 1))
+        wanted, most = state
+        whole = accepted >= jnp.minimum(wanted, drafted)
+        changed = jnp.where(whole, jnp.minimum(wanted + 2, most), jnp.maximum(wanted - 1, 1))
+        return jnp.where(drafted == 0, wanted, changed), most
 
 
 @jax.tree_util.register_dataclass

@@ -37,7 +37,8 @@ def sweep(
         left.plot(lengths, [law.predicted(k) for k in lengths], "--", color=colour)
         best = law.best(lengths)
         left.plot(best, law.predicted(best), "*", color=colour, markersize=14)
-        right.plot(law.beta, float(np.mean(law.alpha)), "o", color=colour, label=prompts)
+        beta = law.beta + law.start / best  # a token of the best draft
+        right.plot(beta, float(np.mean(law.alpha)), "o", color=colour, label=prompts)
     left.axhline(1, color="grey", linewidth=0.8)
     left.set(xlabel="K", ylabel="speed-up", title=f"{name}: measured (dots), predicted, K* (star)")
     left.legend()

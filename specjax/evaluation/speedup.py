@@ -45,28 +45,42 @@ def speedup(alpha: Alpha, k: int, beta: float, verification: float = 1.0) -> flo
     return expected_tokens(alpha, k) / (beta * k + verification)
 
 
-def best_length(alpha: Alpha, beta: float, longest: int = 64) -> tuple[int, float]:
-    """K* and S(K*) with v = 1; K* = 0 where no draft pays."""
-    speeds = [speedup(alpha, k, beta) for k in range(longest + 1)]
+def best_length(
+    alpha: Alpha, beta: float, longest: int = 64, *, fixed: float = 0.0
+) -> tuple[int, float]:
+    """K* and S(K*) with v = 1; K* = 0 where no draft pays.
+
+    Args:
+      alpha, beta: as in `speedup`.
+      longest: the most drafts.
+      fixed: cost of a draft that does not grow with K, as of one pass for a whole block.
+    """
+    speeds = [1.0]
+    speeds += [speedup(alpha, k, beta, 1 + fixed) for k in range(1, longest + 1)]
     best = int(np.argmax(speeds))
     return best, speeds[best]
 
 
-def needed_alpha(wanted: float, beta: float, longest: int = 64) -> float | None:
+def needed_alpha(
+    wanted: float, beta: float, longest: int = 64, *, fixed: float = 0.0
+) -> float | None:
     """The least α of every position with which the best K gives this speed-up; None if none does."""
-    if best_length(1.0, beta, longest)[1] < wanted:
+    if best_length(1.0, beta, longest, fixed=fixed)[1] < wanted:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        reached = best_length(middle, beta, longest)[1] >= wanted
+        reached = best_length(middle, beta, longest, fixed=fixed)[1] >= wanted
         low, high = (low, middle) if reached else (middle, high)
     return high
 
 
-def needed_beta(wanted: float, alpha: Alpha, longest: int = 64) -> float | None:
+def needed_beta(
+    wanted: float, alpha: Alpha, longest: int = 64, *, fixed: float = 0.0
+) -> float | None:
     """The greatest β with which the best K gives this speed-up; None if not even 0 does."""
-    costs = [(expected_tokens(alpha, k) / wanted - 1) / k for k in range(1, longest + 1)]
+    lengths = range(1, longest + 1)
+    costs = [(expected_tokens(alpha, k) / wanted - 1 - fixed) / k for k in lengths]
     return max(costs) if max(costs) >= 0 else None
 
 
@@ -81,6 +95,15 @@ def estimated_alpha(accepted: np.ndarray, drafted: np.ndarray) -> float:
     """
     decided = np.sum(accepted) + np.sum(accepted < drafted)
     return float(np.sum(accepted) / decided) if decided else float("nan")
+
+
+def conditional(survival: np.ndarray) -> np.ndarray:
+    """J_k / J_{k − 1} of J_1, J_2, …: α_k of a drafter taken to draft K tokens in every cycle.
+
+    The law then has the counted τ, also of one that often drafts fewer. NaN behind J_k = 0.
+    """
+    before = np.append(1.0, survival[:-1])
+    return np.divide(survival, before, out=np.full(len(survival), np.nan), where=before > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +135,7 @@ class Law:
         """From acceptance and from costs measured at two K or more.
 
         Args:
-          alpha: of the longest drafts; positions that were never tried (NaN) have that before them.
+          alpha: of the longest drafts; positions that were never reached (NaN) have that before them.
           costs: by K.
 
         Raises:

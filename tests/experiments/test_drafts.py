@@ -42,10 +42,11 @@ def test_controllers_stand_behind_what_is_drafted(asked, tiny, monkeypatch):
     assert asked("x+fixed:3", 4, [], controlled=True) == ("x", 4, None)
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
-    def controller(spec, confident=True):
+    def controller(spec, confident=True, temperature=0.0):
         drafter = dataclasses.replace(NGram(7))
         object.__setattr__(drafter, "confident", confident)
-        return drafts.load_controller(spec, tiny, drafter, 2, 256, "token", sampling)
+        given = sampling | {"temperature": temperature}
+        return drafts.load_controller(spec, tiny, drafter, 2, 256, "token", given)
 
     assert controller("x@7") is None
     assert int(controller("x@7+fixed:3").length) == 3
@@ -54,7 +55,11 @@ def test_controllers_stand_behind_what_is_drafted(asked, tiny, monkeypatch):
     assert controller("x@7+scheduler").seconds.tolist() == [2, 4]
     assert controller("x@7+optimal").seconds.tolist() == [2, 4]
     assert int(controller("x@7+heuristic").first) == 4
-    assert float(controller("x@7+threshold:0.25").threshold) == 0.25
+    assert float(controller("x@7+threshold:0.25", temperature=1.0).threshold) == 0.25
+    with pytest.raises(ValueError, match="threshold needs a temperature above 0"):
+        controller("x@7+threshold:0.25")
+    with pytest.raises(ValueError, match="no draft for fixed:3 to judge"):
+        drafts.load_controller("none+fixed:3", tiny, None, 2, 256, "token", sampling)
     for word, message in (
         ("confidence:1.5", "a number from 0 to 1, got '1.5'"), ("confidence:", "got ''"),
         ("fixed:x", "unknown controller 'fixed:x'"), ("", "unknown controller ''"),
