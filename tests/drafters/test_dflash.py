@@ -20,7 +20,7 @@ from specjax.checkpoints.load import load_target
 from specjax.distillation.trainer import replayed
 from specjax.drafters import dflash
 from specjax.drafters.dflash.checkpoint import default_taps
-from specjax.drafters.dflash.looking_back import looking_back
+from specjax.drafters.dflash.looking_back import look_back
 from specjax.drafters.fusion import folded
 from specjax.losses import Losses
 from specjax.models.target import Target, random_target
@@ -161,7 +161,7 @@ def test_slots_begin_by_looking_at_what_is_just_before(qk_norm):
     usual = rng.normal(0, 1, (3, 128))  # rows of a kind have something in common
     context, anchors = (0.5 * usual[i] + rng.normal(0, 1, (256, 128)) for i in (0, 1))
     mask = usual[2] / np.sqrt(np.mean(usual[2] ** 2))
-    params = looking_back(nnx.to_pure_dict(nnx.state(block)), config, 8, context, anchors, mask)
+    params = look_back(nnx.to_pure_dict(nnx.state(block)), config, 8, context, anchors, mask)
     nnx.update(block, params)
 
     def scores(rows, distance):
