@@ -34,7 +34,7 @@ from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.noise import Noise, Role
 from specjax.sampling import Sampling, argmax
-from specjax.types import Committed, Draft, Drafter, PyTree, Rule, StopReason, Verdict
+from specjax.types import Committed, Controller, Draft, Drafter, PyTree, Rule, StopReason, Verdict
 from specjax.verification.law import require_chain
 
 
@@ -279,11 +279,25 @@ def _require_room(max_len: int, length: int, steps: int, k: int) -> None:
         raise ValueError(f"{steps} cycles of K={k} need max_len ≥ {needed}, got {max_len}")
 
 
-def _first_state(
-    drafter: Drafter, cycles: int, rows: Row, cache: KVCache, state: PyTree
-) -> SpeculativeState:
-    counts = Counts.zeros(len(rows.length), cycles, drafter)
-    return SpeculativeState(rows, cache, state, counts, jnp.int32(0))
+def _cycles(
+    target: Target,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Rule,
+    fresh: tuple[Row, KVCache, PyTree],
+    steps: int,
+    sampling: Sampling | None,
+    keys: jax.Array | None,
+    width: int,
+    controller: Controller | None = None,
+) -> Callable[[], SpeculativeState]:
+    """What runs so many cycles of one width, from what `_fresh` gives."""
+    counts = Counts.zeros(len(fresh[0].length), steps, drafter)
+    return functools.partial(
+        speculative_loop, target.graphdef, target.params, drafter, drafter_params, rule,
+        SpeculativeState(*fresh, counts, jnp.int32(0)), sampling, keys, NO_STOPS, jnp.int32(steps),
+        controller, widths=(width,),
+    )  # fmt: skip
 
 
 def _in_turn(
@@ -344,11 +358,10 @@ def cycle_seconds(
     whole = WholeDrafts(drafter)
 
     def cycles(width: int) -> Callable[[], SpeculativeState]:
-        fresh = _fresh(target, whole, batch, max_len, length, 0)
-        return functools.partial(
-            speculative_loop, target.graphdef, target.params, whole, drafter_params, rule,
-            _first_state(whole, steps, *fresh), sampling, keys, NO_STOPS, jnp.int32(steps),
-            Fixed(jnp.int32(width - 1)), widths=(width,),
+        return _cycles(
+            target, whole, drafter_params, rule,
+            _fresh(target, whole, batch, max_len, length, 0),
+            steps, sampling, keys, width, Fixed(jnp.int32(width - 1)),
         )  # fmt: skip
 
     widths = widths_for(drafter.num_draft_tokens, controlled=True)
@@ -408,11 +421,7 @@ def breakdown(
         )  # fmt: skip
 
     def cycle() -> Callable[[], SpeculativeState]:
-        state = _first_state(drafter, steps, *fresh())
-        return functools.partial(
-            speculative_loop, target.graphdef, target.params, drafter, drafter_params, rule, state,
-            sampling, keys, NO_STOPS, jnp.int32(steps), widths=(k + 1,),
-        )  # fmt: skip
+        return _cycles(target, drafter, drafter_params, rule, fresh(), steps, sampling, keys, k + 1)
 
     def draft() -> Callable[[], Any]:
         return functools.partial(
