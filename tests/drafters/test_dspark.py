@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import dflash, dspark
+from specjax.drafters.dspark.heads import MarkovHead
 from specjax.drafters.fusion import folded
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.losses import Losses
@@ -280,3 +282,18 @@ def test_what_does_not_fit_is_named(tiny, drafter, tmp_path, config, tensors, me
     save_file({k: x for k, x in kept.items() if x is not None}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         dspark.load(tmp_path, tiny, None)
+
+
+def test_a_frequent_tokens_gradient_is_summed_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    head = MarkovHead("vanilla", 7, 4, 3, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    graphdef, params = nnx.split(head)
+    tokens = jnp.full((500, 2), 5)
+
+    def total(params):
+        hidden = jnp.zeros((2, 4), jnp.bfloat16)
+        along = jax.vmap(nnx.merge(graphdef, params).along, (0, None))(tokens, hidden)
+        return along.astype(jnp.float32).sum()
+
+    gradient = jax.grad(total)(params)["embedding"][...]
+    np.testing.assert_array_equal(gradient, 1000 * np.eye(7)[5][:, None] * np.ones(3))

@@ -70,13 +70,19 @@ class MarkovHead(nnx.Module):
         return jnp.tanh(output), gate * state + (1 - gate) * jnp.tanh(candidate)
 
     def along(self, tokens: jax.Array, hidden: jax.Array) -> jax.Array:
-        """What W_2 is applied to in every slot of a block, `[K, r]`, the tokens `[K]` given."""
+        """What W_2 is applied to in every slot of a block, `[K, r]`, the tokens `[K]` given.
+
+        Rows are taken in float32: a frequent token's gradient is a long sum, which bfloat16 would end.
+        """
+        table = self.embedding[...]
+        embedded = table.astype(jnp.float32)[jnp.clip(tokens, 0, len(table) - 1)]
 
         def one(state, xs):
             inner, state = self.step(state, *xs)
             return state, inner
 
-        return jax.lax.scan(one, self.first_state(), (self.embed(tokens), hidden))[1]
+        xs = embedded.astype(table.dtype), hidden
+        return jax.lax.scan(one, self.first_state(), xs)[1]
 
     def bias(self, inner: jax.Array) -> jax.Array:
         """`[…, r]` → float32 `[…, V]`."""
