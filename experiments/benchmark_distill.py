@@ -32,6 +32,7 @@ from rich.table import Table
 from experiments import distill, launch
 from specjax.checkpoints.export import export_folder
 from specjax.distillation import data, features
+from specjax.distillation.optimizers import make_optimizer
 from specjax.distillation.steps import new_state, train_step
 from specjax.distillation.trainer import place, set_up
 from specjax.drafters.draft_lm import from_layers
@@ -158,7 +159,7 @@ def torch_child(
     """The torch loop, with the same first weights and batches."""
     plain = {"name": "draft_lm", "num_layers": 0, "num_draft_tokens": 0}
     loss = {name: factor for name, factor in config.loss.items() if factor}
-    if config.drafter.keys() - plain or config.drafter.name != "draft_lm":
+    if set(config.drafter) - set(plain) or config.drafter.name != "draft_lm":
         raise ValueError("--peer trains a draft_lm of the target's layers only")
     if loss != {"forward_kl": 1.0} or config.optimizer.name != "adamw" or config.average_decay:
         raise ValueError("--peer trains with forward_kl and adamw, without an average, only")
@@ -173,7 +174,10 @@ def torch_child(
             weights = jax.vmap(features.prediction_weights)(batch)
             arrays[f"weights_{number}"] = np.asarray(weights)
         np.savez(pathlib.Path(root) / "batches.npz", **arrays)
-        options = {"accumulate": config.accumulate, **config.optimizer.to_dict()}
+        _, rate = make_optimizer(config.optimizer.to_dict(), config.total_steps)
+        rates = [float(rate(step)) for step in range(len(batches))]
+        options = {"accumulate": config.accumulate, "learning_rates": rates}
+        options |= config.optimizer.to_dict()
         with process(str(TORCH), root, json.dumps(options)) as running:
             yield running
 

@@ -29,8 +29,7 @@ def main(folder: str, options: str) -> None:
     model.get_output_embeddings().requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=options["learning_rate"], betas=(options["b1"], options["b2"]),
-        weight_decay=options["weight_decay"],
+        trained, betas=(options["b1"], options["b2"]), weight_decay=options["weight_decay"]
     )  # fmt: skip
     arrays = np.load(pathlib.Path(folder) / "batches.npz")
     head = torch.from_numpy(arrays["head"])
@@ -40,6 +39,7 @@ def main(folder: str, options: str) -> None:
             name: torch.from_numpy(arrays[f"{name}_{number}"])
             for name in ("tokens", "positions", "segments", "hidden", "weights")
         }
+        optimizer.param_groups[0]["lr"] = options["learning_rates"][number]
         started = time.perf_counter()
         total, loss = batch["weights"].sum(), 0.0
         optimizer.zero_grad()

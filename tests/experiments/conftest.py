@@ -1,7 +1,8 @@
-"""A tiny model in a GGUF file, and the programs run as a user runs them."""
+"""A tiny model in a GGUF file, text for it, and the programs run as a user runs them."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,3 +32,14 @@ def run(tmp_path_factory):
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Answers that repeat their prompts, as token ids."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [
+        {"prompt_tokens": [n, n + 1, n], "response_tokens": [n + 1, n, n] * 4} for n in range(5, 13)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

@@ -12,17 +12,6 @@ CONFIG = "configs/smollm2_draft_lm.py:runlocal"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Answers that repeat their prompts, as token ids."""
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [
-        {"prompt_tokens": [n, n + 1, n], "response_tokens": [n + 1, n, n] * 4} for n in range(5, 13)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
 def distill(run, model, text):
     def distill(workdir, *arguments, config=CONFIG):
         return run(
