@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,10 +37,12 @@ CONTROLLERS = (
 CONTROLLED_SPECS = f"{SPECS}, and +CONTROLLER how much of it is verified: {', '.join(CONTROLLERS)}"
 
 
+NUM_DRAFT_TOKENS = "K, drafted tokens a cycle. Default: the drafter's usual one."
+
+
 def define_num_draft_tokens() -> flags.FlagHolder:
     """`--num_draft_tokens`."""
-    text = "K, drafted tokens a cycle. Default: the drafter's usual one."
-    return flags.DEFINE_integer("num_draft_tokens", None, text, module_name=MAIN)
+    return flags.DEFINE_integer("num_draft_tokens", None, NUM_DRAFT_TOKENS, module_name=MAIN)
 
 
 def define_tree() -> flags.FlagHolder:
@@ -65,6 +67,18 @@ def parts(spec: str) -> tuple[str, str | None, str | None]:
     if plus and word.partition(":")[0] in [known.partition(":")[0] for known in CONTROLLERS]:
         return before, None, word
     return spec, None, None
+
+
+def with_lengths(specs: Sequence[str], lengths: Sequence[int]) -> list[str]:
+    """Specs with every K of several behind those that do not say what they draft."""
+    if len(lengths) < 2:
+        return list(specs)
+    told = []
+    for spec in specs:
+        name, own, controller = parts(spec)
+        behind = "" if controller is None else f"+{controller}"
+        told += [spec] if own else [f"{name}@{k}{behind}" for k in lengths]
+    return told
 
 
 def load_drafter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import logging as python_logging
 import os
@@ -30,13 +31,13 @@ MAIN = sys.argv[0]  # flags of this module are listed by --help like the program
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Show the traceback of an error.", module_name=MAIN)
 
 
+TARGETS = "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
 REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 
 
 def define_target() -> flags.FlagHolder:
     """`--target`."""
-    text = "Model folder, GGUF file, hub id (owner/name) or packaged model (smollm2)."
-    return flags.DEFINE_string("target", None, text, module_name=MAIN)
+    return flags.DEFINE_string("target", None, TARGETS, module_name=MAIN)
 
 
 def define_rule() -> flags.FlagHolder:
@@ -73,11 +74,16 @@ def room_for(target: Target, prompts: list[np.ndarray], max_new_tokens: int) -> 
     return min(cache_size(target, prompts, budgets), target.config.context_length)
 
 
-def define_sampling() -> dict[str, flags.FlagHolder]:
+def define_sampling(*, several_temperatures: bool = False) -> dict[str, flags.FlagHolder]:
     """`--temperature`, `--top_k`, `--top_p`, `--min_p` and `--seed`, by name."""
     main = {"module_name": MAIN}
+    if several_temperatures:
+        text = "0 is greedy; may be repeated."
+        temperature = flags.DEFINE_multi_float("temperature", [0.0], text, **main)
+    else:
+        temperature = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", **main)
     return {
-        "temperature": flags.DEFINE_float("temperature", 0.0, "0 is greedy.", **main),
+        "temperature": temperature,
         "top_k": flags.DEFINE_integer("top_k", 0, "Keep the k likeliest; 0 keeps all.", **main),
         "top_p": flags.DEFINE_float("top_p", 1.0, "Keep the likeliest with this mass.", **main),
         "min_p": flags.DEFINE_float(
@@ -115,6 +121,15 @@ def define_json() -> flags.FlagHolder:
     return flags.DEFINE_string("json", None, "File to write the figures to.", module_name=MAIN)
 
 
+def define_plot() -> flags.FlagHolder:
+    """`--plot`."""
+    holder = flags.DEFINE_string("plot", None, "PNG file to draw.", module_name=MAIN)
+    flags.register_validator(
+        holder, lambda path: not path or path.endswith(".png"), "takes the name of a .png file"
+    )
+    return holder
+
+
 def check_writable(path: str | None) -> None:
     """Raises OSError now, and not after hours of work, where a file cannot be written."""
     if path:
@@ -124,17 +139,22 @@ def check_writable(path: str | None) -> None:
 def write_json(path: str | None, figures: dict[str, Any]) -> None:
     """Writes the figures and the command that gave them, if a file was asked for."""
     if path:
-        program = f"experiments.{pathlib.Path(sys.argv[0]).stem}"
-        command = shlex.join(["python", "-m", program, *sys.argv[1:]])
-        text = json.dumps({"command": command, **figures}, indent=1)
+        text = json.dumps({"command": command(), **figures}, indent=1)
         pathlib.Path(path).write_text(text + "\n", "utf-8")
+
+
+def command() -> str:
+    """What was typed."""
+    program = f"experiments.{pathlib.Path(sys.argv[0]).stem}"
+    return shlex.join(["python", "-m", program, *sys.argv[1:]])
 
 
 def machine() -> dict[str, Any]:
     """Where figures were measured, for results."""
     return {
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "jax": jax.__version__,
+        **{name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib", "flax")},
+        "python": platform.python_version(),
     }
 
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import drafts, launch
-from specjax.evaluation import plots
-from specjax.evaluation.benchmark import Simulated, breakdown
+from specjax.evaluation import benchmark, plots
+from specjax.evaluation.benchmark import Simulated
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
 from specjax.evaluation.speedup import Costs, Law, conditional, needed_alpha, needed_beta
@@ -38,7 +38,7 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, i
 _BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
 _WANTED = flags.DEFINE_float("wanted", 3.0, "A speed-up: what α or β would it need?")
 _JSON = launch.define_json()
-_PLOT = flags.DEFINE_string("plot", None, "PNG file to draw.")
+_PLOT = launch.define_plot()
 
 STEPS = 12  # cycles a timed run of the costs
 
@@ -51,8 +51,6 @@ def main() -> None:
         raise ValueError(f"--lengths takes two K or more, from 1, got {','.join(_LENGTHS.value)}")
     if drafts.parts(_DRAFTER.value)[1:] != (None, None):
         raise ValueError(f"--drafter={_DRAFTER.value}: --lengths says what is drafted here")
-    if _PLOT.value and pathlib.Path(_PLOT.value).suffix != ".png":
-        raise ValueError(f"--plot takes the name of a .png file, got {_PLOT.value!r}")
     for path in (_JSON.value, _PLOT.value):
         launch.check_writable(path)
     texts = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
@@ -68,11 +66,10 @@ def main() -> None:
     filters = {name: flag.value for name, flag in _SAMPLING.items()}
     costs = {}
     for k in lengths:
-        parts = breakdown(
+        costs[k] = benchmark.costs(
             target, *drafter_and_params(drafters[str(k)]), Rule(Simulated(0.5)), batch=_BATCH.value,
             max_len=64 + STEPS * (lengths[-1] + 1), steps=STEPS, repeats=3, **filters,
         )  # fmt: skip
-        costs[k] = Costs(parts.plain.median, parts.draft.median, parts.verify.median)
     rows, measured, laws = [], {}, {}
     for path, prompts in encoded.items():
         name = pathlib.Path(path).stem

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from specjax.decoding.speculative import (
     verify,
     widths_for,
 )
+from specjax.evaluation.speedup import Costs
 from specjax.models.cache import KVCache
 from specjax.models.target import Target
 from specjax.noise import Noise, Role
@@ -370,6 +371,47 @@ def cycle_seconds(
 
 
 def breakdown(
+    target: Target, drafter: Drafter, drafter_params: PyTree, rule: Rule, **options: Any
+) -> Breakdown:
+    """Times every part, in turn, on rows of random tokens.
+
+    Every cycle verifies K + 1 tokens, also where the drafter has nothing to offer: so that the cycle
+    is the sum of its parts. A `Simulated` rule takes every draft for K tokens, so that its τ is
+    (1 − α^(K + 1)) / (1 − α) with any drafter.
+
+    Args:
+      target, drafter, drafter_params, rule: what is timed.
+      options: `batch` and `max_len`, B and S; `length`, committed tokens of each row at the start;
+        `steps`, steps or cycles a run, for all of which the rows must have room; `repeats`, timed runs
+        of each part, after one that compiles; `temperature`, `top_k`, `top_p`, `min_p`, sampling as
+        `specjax.decode` has it, the same for all rows; `seed` of tokens and noise.
+
+    Raises:
+      ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
+    """
+    parts = "plain", "cycle", "draft", "verify", "rule", "read_bandwidth"
+    timings, tau = _timed(parts, target, drafter, drafter_params, rule, **options)
+    weights = jax.tree.leaves(target.params)
+    read = target.config.vocab_size * target.config.hidden_size * target.dtype.itemsize
+    untied = 0 if target.config.tie_embeddings else read  # of the embedding a step reads one row
+    return Breakdown(**timings, tau=tau, weight_bytes=sum(x.nbytes for x in weights) - untied)
+
+
+def costs(
+    target: Target, drafter: Drafter, drafter_params: PyTree, rule: Rule, **options: Any
+) -> Costs:
+    """What the law of speed-up asks of a machine: a plain step, a whole draft, its verification.
+
+    Args:
+      as in `breakdown`.
+    """
+    parts = "plain", "draft", "verify"
+    timings, _ = _timed(parts, target, drafter, drafter_params, rule, **options)
+    return Costs(*(timings[part].median for part in parts))
+
+
+def _timed(
+    names: Sequence[str],
     target: Target,
     drafter: Drafter,
     drafter_params: PyTree,
@@ -385,25 +427,8 @@ def breakdown(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-) -> Breakdown:
-    """Times every part, in turn, on rows of random tokens.
-
-    Every cycle verifies K + 1 tokens, also where the drafter has nothing to offer: so that the cycle
-    is the sum of its parts. A `Simulated` rule takes every draft for K tokens, so that its τ is
-    (1 − α^(K + 1)) / (1 − α) with any drafter.
-
-    Args:
-      target, drafter, drafter_params, rule: what is timed.
-      batch, max_len: B and S.
-      length: committed tokens of each row at the start.
-      steps: steps or cycles a run; the rows must have room for all of them.
-      repeats: timed runs of each part, after one that compiles.
-      temperature, top_k, top_p, min_p: sampling, as `specjax.decode` has it, the same for all rows.
-      seed: of tokens and noise.
-
-    Raises:
-      ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
-    """
+) -> tuple[dict[str, Timing], float]:
+    """Times the parts of these names, in turn; and τ, NaN if no cycles are among them."""
     if isinstance(rule.verify, Simulated):
         drafter = WholeDrafts(drafter)
     k = drafter.num_draft_tokens
@@ -450,27 +475,19 @@ def breakdown(
         )  # fmt: skip
 
     large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
-    parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
-    parts["rule"] = rule_only
-    parts["read"] = lambda: functools.partial(_sum, large)
+    known = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
+    known |= {"rule": rule_only, "read_bandwidth": lambda: functools.partial(_sum, large)}
 
     def count(name: str, done: Any) -> None:
         if name == "cycle":
             committed.append(np.asarray(done.counts.committed))
 
-    seconds = _in_turn(parts, repeats, count)
+    seconds = _in_turn({name: known[name] for name in names}, repeats, count)
 
     def timing(values: list[float]) -> Timing:
         return Timing(statistics.median(values), min(values), max(values))
 
-    timings = {name: timing([x / steps for x in seconds[name]]) for name in parts if name != "read"}
-    tau = float(np.mean(committed))
-    weights = jax.tree.leaves(target.params)
-    read = target.config.vocab_size * target.config.hidden_size * target.dtype.itemsize
-    untied = 0 if target.config.tie_embeddings else read  # of the embedding a step reads one row
-    return Breakdown(
-        **timings,
-        tau=tau,
-        weight_bytes=sum(x.nbytes for x in weights) - untied,
-        read_bandwidth=timing([large.nbytes / x for x in seconds["read"]]),
-    )
+    timings = {name: timing([x / steps for x in seconds[name]]) for name in names}
+    if "read_bandwidth" in names:
+        timings["read_bandwidth"] = timing([large.nbytes / x for x in seconds["read_bandwidth"]])
+    return timings, float(np.mean(committed)) if committed else float("nan")

@@ -53,6 +53,70 @@ def sweep(
     figure.savefig(path, dpi=120)
 
 
+def evaluation(path: str | pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """τ and speed-up of every drafter on every set of prompts, with their intervals.
+
+    Args:
+      path: of the PNG.
+      rows: as `experiments.evaluate` writes them.
+    """
+    figure, (left, right) = _axes(2)
+    _bars(left, rows, "tau")
+    _bars(right, rows, "speedup")
+    left.set(title="τ, tokens a cycle")
+    right.set(title="speed-up over plain decoding")
+    labels = left.get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def fight(
+    path: str | pathlib.Path,
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Drafters that were trained for the same time: α_1 over minutes, τ and speed-up at the end.
+
+    Args:
+      path: of the PNG.
+      curves: of each drafter, its `minutes` and `held_out/alpha_1`.
+      rows: as `experiments.evaluate` writes them.
+    """
+    figure, (left, middle, right) = _axes(3)
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    for name, points in curves.items():
+        minutes, alphas = zip(*((x["minutes"], x["held_out/alpha_1"]) for x in points), strict=True)
+        left.plot(minutes, alphas, "o-", color=f"C{names.index(name)}", label=name)
+    left.set(xlabel="minutes of training", title="teacher-forced α_1, held-out text")
+    _bars(middle, rows, "tau")
+    _bars(right, rows, "speedup")
+    middle.set(title="τ, tokens a cycle")
+    right.set(title="speed-up over plain decoding")
+    labels = middle.get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], figure: str) -> None:
+    """A figure of rows with its interval: bars of all drafters side by side, by prompts."""
+
+    def group(row: Mapping[str, Any]) -> str:
+        name = pathlib.Path(row["prompts"]).stem
+        return f"{name}\nT {row['temperature']:g}, B {row['batch']}"
+
+    groups = list(dict.fromkeys(map(group, rows)))
+    names = list(dict.fromkeys((row["target"], row["drafter"]) for row in rows))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        own = [row for row in rows if (row["target"], row["drafter"]) == name]
+        places = [groups.index(group(row)) + (number + 0.5) * width - 0.4 for row in own]
+        values = np.array([[row[figure], *row[f"{figure}_interval"]] for row in own], float)
+        spread = np.abs(np.nan_to_num(values[:, 1:].T - values[:, 0], nan=0.0))
+        axis.bar(places, values[:, 0], width, yerr=spread, capsize=2, label=name[1])
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)
+
+
 def _axes(count: int) -> tuple[Any, Sequence[Any]]:
     """A figure without a window, and its axes side by side."""
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object a line, `{"turns": ["first user turn", …]}`."""
+"""Prompt files: one JSON object a line, `{"turns": ["first user turn", "second", …]}`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import pathlib
 
 
 def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str]:
-    """The first turn of every line.
+    """The first turn of every line; arguments and errors as in `read_conversations`."""
+    return [turns[0] for turns in read_conversations(path, limit)]
+
+
+def read_conversations(path: str | pathlib.Path, limit: int | None = None) -> list[list[str]]:
+    """The user's turns of every line.
 
     Args:
       path: of the file.
@@ -21,7 +26,7 @@ def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str
         lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}") from None
-    prompts = []
+    prompts: list[list[str]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -29,14 +34,14 @@ def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str
             break
         try:
             turns = json.loads(line)["turns"]
-            first = turns[0]
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-            first = None
-        if not isinstance(first, str) or not isinstance(turns, list) or not first.strip():
+        except (json.JSONDecodeError, KeyError, TypeError):
+            turns = None
+        texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+        if not texts or not turns or not all(turn.strip() for turn in turns):
             raise ValueError(
                 f'{path}, line {number}: expected {{"turns": ["text", …]}}, got {line[:60]!r}'
             )
-        prompts.append(first)
+        prompts.append(turns)
     if not prompts:
         raise ValueError(f"{path}: no prompts in it")
     return prompts

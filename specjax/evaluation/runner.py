@@ -11,12 +11,14 @@ import jax
 import numpy as np
 
 from specjax import metrics
-from specjax.decoding.decode import decode
+from specjax.decoding.decode import SMALLEST_CACHE, cache_size, decode, encode_prompts
 from specjax.drafters import NGram
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import identical
 from specjax.evaluation.peer import Peer, PeerResult
+from specjax.evaluation.speedup import Costs
 from specjax.models.target import Target
+from specjax.models.tokenizer import encode_turns
 from specjax.types import (
     Controller,
     DecodeResult,
@@ -27,6 +29,7 @@ from specjax.types import (
     drafter_and_params,
 )
 
+ANSWER = "…"  # stands for one where only lengths matter
 PEER_MODES = {NGram: "lookup", DraftLM: "assisted"}  # what `transformers` has of the same kind
 
 
@@ -39,6 +42,8 @@ class Evaluation:
       identical: answers of `specjax.evaluation.identity`, one a batch; empty above temperature 0.
       peer_plain, peer_speculative: what `transformers` made of the same batches; empty where it was
         not asked, or has no such drafter.
+      compile_seconds: of the drafter's first run, which compiles what no earlier run has; it is part
+        of no other figure.
     """
 
     plain: list[DecodeResult]
@@ -46,6 +51,16 @@ class Evaluation:
     identical: list[str]
     peer_plain: list[PeerResult]
     peer_speculative: list[PeerResult]
+    compile_seconds: float
+
+    @classmethod
+    def pooled(cls, parts: Sequence[Evaluation]) -> Evaluation:
+        """Several of one drafter as one: their batches together."""
+        lists = ("plain", "speculative", "identical", "peer_plain", "peer_speculative")
+        return cls(
+            *([x for part in parts for x in getattr(part, name)] for name in lists),
+            parts[0].compile_seconds,
+        )
 
     @functools.cached_property
     def _plain(self) -> DecodeResult:
@@ -68,7 +83,66 @@ class Evaluation:
     @property
     def tau_interval(self) -> tuple[float, float]:
         """Where τ lies in 95 of 100 draws of as many prompts from these."""
-        return metrics.tau_interval([row for run in self.speculative for row in run.committed])
+        return metrics.tau_interval(self._speculative.committed)
+
+    @property
+    def tau_of_prompts(self) -> float:
+        """The mean of every prompt's own τ, in which a long answer weighs no more than a short one."""
+        return float(np.mean([metrics.tau(row) for row in self._speculative.committed]))
+
+    @property
+    def tau_of_prompts_interval(self) -> tuple[float, float]:
+        """Where it lies in 95 of 100 draws of as many prompts from these."""
+        taus = [[metrics.tau(row)] for row in self._speculative.committed]
+        return metrics.interval(np.array(taus), lambda drawn: drawn[:, 0] / len(taus))
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted over drafted tokens, NaN where none was drafted; it falls with K at the same α."""
+        accepted, drafted = (
+            sum(row.sum() for row in rows)
+            for rows in (self._speculative.accepted, self._speculative.drafted)
+        )
+        return float(accepted / drafted) if drafted else float("nan")
+
+    @property
+    def passes_per_token(self) -> float:
+        """Target passes after prefill over new tokens: 1 in plain decoding, 1 / τ."""
+        return self._speculative.target_passes / self._speculative.num_tokens
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Decoding time over cycles of the batch, each of which is one for every row that runs."""
+        return self._speculative.decode_seconds / sum(map(len, self._cycles))
+
+    @property
+    def drafting_share(self) -> float:
+        """Share of the batch's cycles in which any row had a draft; the others are plain steps."""
+        return float(np.mean(np.concatenate(self._cycles)))
+
+    @functools.cached_property
+    def _cycles(self) -> list[np.ndarray]:
+        """Of every batch, for each of its cycles, whether any row had a draft."""
+        told = []
+        for run in self.speculative:
+            any_draft = np.zeros(max(map(len, run.drafted)), bool)
+            for row in run.drafted:
+                any_draft[: len(row)] |= row > 0
+            told.append(any_draft)
+        return told
+
+    def predicted_speedup(self, costs: Costs) -> float:
+        """The speed-up, had nothing but drafts, passes and plain steps taken time.
+
+        Args:
+          costs: measured at this batch size; of a draft that is verified whole.
+        """
+        drafting = self.drafting_share
+        cycle = costs.draft + drafting * costs.verify + (1 - drafting) * costs.plain
+        steps = sum(
+            max(map(len, run.tokens)) for run in self.plain
+        )  # of the batch, like the cycles
+        return steps * costs.plain / (sum(map(len, self._cycles)) * cycle)
 
     @property
     def survival(self) -> np.ndarray:
@@ -191,9 +265,12 @@ def evaluate(
 
     budget = options.get("max_new_tokens", 128)
     few = min(budget, 2) if "max_len" in options else budget
+    compiling = dict.fromkeys(drafters, 0.0)
     for rows in batches:
         for name in (None, *drafters):
-            run(name, rows, options | {"max_new_tokens": few})
+            done = run(name, rows, options | {"max_new_tokens": few})
+            if name and not compiling[name]:
+                compiling[name] = done.prefill_seconds + done.decode_seconds
             ask_peer(rows, name, few)
     for number, rows in enumerate(batches):
         if progress:
@@ -218,6 +295,74 @@ def evaluate(
             [identical(target, *pair) for pair in zip(plain, taken, strict=True)] if greedy else [],
             peers[None],
             peers[name],
+            compiling[name],
         )
         for name, taken in runs.items()
     }
+
+
+def evaluate_turns(
+    target: Target,
+    drafters: Mapping[str, Drafter | LoadedDrafter],
+    conversations: Sequence[Sequence[str]],
+    *,
+    turns: int,
+    max_len: int,
+    **options: Any,
+) -> dict[str, Evaluation]:
+    """`evaluate` of the first turns of conversations, pooled.
+
+    A later turn follows plain decoding's answers to those before it: all drafters answer the same.
+
+    Args:
+      target, drafters: as in `evaluate`.
+      conversations: the user's turns of each.
+      turns: how many of them; a shorter conversation ends sooner.
+      max_len: of all turns: `turns_room` says how much they need at most.
+      options: further arguments of `evaluate`.
+    """
+    said: list[list[str]] = [[] for _ in conversations]
+    key = options.get("key")
+    parts = []
+    for turn in range(turns):
+        going = [i for i, conversation in enumerate(conversations) if len(conversation) > turn]
+        if not going:
+            break
+        for i in going:
+            said[i].append(conversations[i][turn])
+        if key is not None:  # each turn its own coins
+            options = options | {"key": jax.random.fold_in(key, turn)}
+        prompts = [encoded_turns(target, said[i]) for i in going]
+        parts.append(evaluate(target, drafters, prompts, max_len=max_len, **options))
+        if turn + 1 < turns:
+            answers = DecodeResult.pooled(next(iter(parts[-1].values())).plain).texts
+            for i, answer in zip(going, answers, strict=True):
+                said[i].append(answer)
+    return {name: Evaluation.pooled([part[name] for part in parts]) for name in drafters}
+
+
+def encoded_turns(target: Target, turns: Sequence[str]) -> np.ndarray:
+    """Token ids `[n]` of a conversation that the user spoke last in."""
+    if len(turns) == 1:
+        return encode_prompts(target, turns[0])[0]
+    return np.asarray(encode_turns(target.tokenizer, turns), np.int32)
+
+
+def turns_room(
+    target: Target, conversations: Sequence[Sequence[str]], turns: int, max_new_tokens: int
+) -> int:
+    """Rows of a cache that holds all turns of the longest conversation with their answers.
+
+    Raises:
+      ValueError: it is longer than the target's context; the message has its number, from 1.
+    """
+    longest = SMALLEST_CACHE
+    for number, conversation in enumerate(conversations, start=1):
+        try:
+            asked = [word for turn in conversation[:turns] for word in (turn, ANSWER)][:-1]
+            length = len(encoded_turns(target, asked)) + len(asked) // 2 * max_new_tokens
+            room = cache_size(target, [np.zeros(length)], np.array([max_new_tokens]))
+            longest = max(longest, room)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
+    return min(longest, target.config.context_length)

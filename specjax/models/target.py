@@ -66,10 +66,13 @@ def target_hash(target: Target) -> str:
 
     Numbers are compared in bfloat16: the same checkpoint in float32 is the same target.
     """
-    if target.known_hash:
-        return target.known_hash
-    digest = hashlib.sha256(repr(target.config).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+    return target.known_hash or weights_hash(repr(target.config), target.params)
+
+
+def weights_hash(described: str, params: Any) -> str:
+    """Short hash of what is said of a network and of the first numbers of every weight, in bfloat16."""
+    digest = hashlib.sha256(described.encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         first = np.asarray(leaf.reshape(-1)[:256].astype(jnp.bfloat16))
         digest.update(jax.tree_util.keystr(path).encode() + first.tobytes())
     return digest.hexdigest()[:16]

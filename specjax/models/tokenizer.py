@@ -199,9 +199,27 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str, *, chat: bool) 
         return tokenizer(text)["input_ids"]
     if tokenizer.chat_template is None:
         raise ValueError("this target has no chat template: use chat=False (--nochat)")
+    return encode_turns(tokenizer, [text])
+
+
+def encode_turns(tokenizer: PreTrainedTokenizerFast, turns: Sequence[str]) -> list[int]:
+    """Token ids of a conversation, with the assistant's header behind it.
+
+    Args:
+      tokenizer: the target's.
+      turns: the user's and the assistant's in turn, from the user's to the user's.
+
+    Raises:
+      ValueError: there is no chat template, or it cannot be rendered.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("this target has no chat template, so its prompts have one turn")
     import jinja2
 
-    messages = [{"role": "user", "content": text}]
+    messages = [
+        {"role": "assistant" if number % 2 else "user", "content": turn}
+        for number, turn in enumerate(turns)
+    ]
     try:
         rendered = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True

@@ -26,9 +26,64 @@ def test_table_and_json(run, model, tmp_path):
     for row in rows:
         assert row["identical"] == "yes" and row["num_prompts"] == 1
         assert row["tau"] == pytest.approx(1 + sum(row["survival"]), abs=0.1)
+        assert row["passes_per_token"] == pytest.approx(1 / row["tau"])
         assert f"{row['speedup']:.2f}×" in done.stdout
     # The two files hold the same prompts: what is counted is the same, whatever was timed.
     assert [row["alpha"] for row in rows[:2]] == [row["alpha"] for row in rows[2:]]
+
+
+@pytest.mark.slow
+def test_every_combination_and_going_on(run, model, tmp_path):
+    """Two temperatures, two K, parts and two turns; a file of results is gone on with, once."""
+    for name, text in (("one", '["abab", "he"]'), ("two", '["he he"]')):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"turns": {text}}}\n')
+    out, table, plot = (tmp_path / f"out.{ending}" for ending in ("json", "md", "png"))
+    arguments = [
+        f"--target={model}", "--drafter=ngram", "--drafter=early_exit:1@3", "--turns=2", "--parts",
+        "--num_draft_tokens=1", "--num_draft_tokens=2", "--temperature=0", "--temperature=1",
+        "--max_new_tokens=8", f"--json={out}", f"--markdown={table}", f"--plot={plot}",
+    ]  # fmt: skip
+    files = [f"--prompts={tmp_path}/{name}.jsonl" for name in ("one", "two")]
+    done = run("evaluate", *arguments, *files)
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = json.loads(out.read_text())
+    told = [(row["temperature"], row["prompts"], row["drafter"]) for row in whole["rows"]]
+    assert told == [
+        (temperature, f"{name}.jsonl", drafter)
+        for temperature in (0.0, 1.0)
+        for name in ("one", "two")
+        for drafter in ("ngram@1", "ngram@2", "early_exit:1@3")
+    ]
+    for row in whole["rows"]:
+        assert row["predicted_speedup"] > 0 and row["cycle_ms"] == pytest.approx(
+            row["draft_ms"] + row["verify_ms"] + row["overhead_ms"]
+        )
+        assert row["prediction_error"] == pytest.approx(
+            row["predicted_speedup"] / row["speedup"] - 1
+        )
+    assert {"template_hash", "target_hash", "hash of ngram@1"} <= whole["rows"][0][
+        "identity"
+    ].keys()
+    lines = table.read_text().splitlines()
+    assert len(lines) == 2 + 12 + 2 and lines[-1].startswith("`python -m experiments.evaluate")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    # As it was after the first file of the second temperature: only the last is measured again.
+    interrupted = whole | {"rows": whole["rows"][:9]}
+    out.write_text(json.dumps(interrupted))
+    assert run("evaluate", *arguments, *files).returncode == 0
+    again = json.loads(out.read_text())
+    assert again["rows"][:9] == whole["rows"][:9] and again["rows"][9:] != whole["rows"][9:]
+    assert [row["alpha"] for row in again["rows"]] == [row["alpha"] for row in whole["rows"]]
+    # Other prompts, another length, no results.
+    (tmp_path / "two.jsonl").write_text('{"turns": ["lo"]}\n')
+    for changed, message in (
+        ([], "holds results with prompts {"),
+        (["--max_new_tokens=9"], "max_new_tokens 8 (now 9)"),
+    ):
+        refused = run("evaluate", *arguments, *files, *changed)
+        assert refused.returncode == 1 and message in refused.stderr
+    out.write_text("[]")
+    assert "holds no results" in run("evaluate", *arguments, *files).stderr
 
 
 def test_all_files_are_checked_before_the_first_is_decoded(run, model, tmp_path):
@@ -108,6 +163,13 @@ def test_benchmark_above_temperature_zero(run, model, tmp_path):
         ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--drafter=x"], 1, "unknown drafter 'x'"),
         ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--top_p=0", "--temperature=1"], 1,
          "top_p must be in (0, 1], got 0.0"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--max_prompt_tokens=1"], 1,
+         "all 1 prompts are longer than --max_prompt_tokens=1; the shortest has"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--prompts=GOOD"], 1, "told apart"),
+        ("evaluate", ["--plot=x.jpg"], 2, "takes the name of a .png file"),
+        ("compare", ["--config=configs/smollm2_draft_lm.py"], 1, "--data is missing"),
+        ("compare", ["--config=configs/smollm2_eagle3.py", "--config=configs/smollm2_eagle3.py",
+         "--data=GOOD", "--prompts=GOOD", "--workdir=/no/such"], 1, "told apart"),
         ("evaluate", ["--repetition_penalty=1.1"], 2, "--repetition_penalty is not supported"),
         ("evaluate", ["--logit_bias", "x"], 2, "--logit_bias is not supported"),
         ("evaluate", ["--grammar=x"], 2, "--grammar is not supported"),

@@ -1,0 +1,270 @@
+r"""The fair fight: drafters trained on the same text for the same time, decoding the same prompts.
+
+  python -m experiments.compare --config=configs/smollm2_draft_lm.py \
+    --config=configs/smollm2_eagle3.py --config=configs/smollm2_dflash.py \
+    --config=configs/smollm2_dspark.py --data=responses.jsonl --minutes=10 \
+    --prompts=gsm8k.jsonl --prompts=mt-bench.jsonl --limit=4 --workdir=runs/compare
+
+Every config names the same target; all drafters read one cache of its features. How many steps a
+drafter takes in the given time is measured first, and its learning rate ends there; compilation,
+caching and evaluation are not part of that time. Then `experiments.evaluate` decodes with each
+drafter as long drafts as its config says, and with those of `--baseline`. `WORKDIR/report.md` and
+`report.png` show what came out. The same command again goes on where it was interrupted. Every part
+runs in a process of its own, one after the other, so that each has the accelerator to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+import runpy
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import distill, drafts, launch
+from specjax.distillation.steps import new_state, train_step
+from specjax.distillation.trainer import place, set_up
+from specjax.evaluation import plots, tables
+from specjax.models.target import Target
+
+_CONFIGS = flags.DEFINE_multi_string("config", [], "A file of configs/; may be repeated.")
+_DATA = flags.DEFINE_string("data", None, "Text of the target's, as for `experiments.distill`.")
+_MINUTES = flags.DEFINE_float("minutes", 10.0, "Time of a drafter's steps.", lower_bound=0.01)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of runs, features and the report.")
+_BASELINES = flags.DEFINE_multi_string(
+    "baseline", ["ngram"], f"A drafter beside them: {drafts.SPECS}."
+)
+_PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
+_LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
+_TEMPERATURES = flags.DEFINE_multi_float("temperature", [0.0, 1.0], "May be repeated.")
+_RULE = launch.define_rule()
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_PREPARE = flags.DEFINE_bool("prepare", False, "What the first child process does.")
+
+TIMED_STEPS = 8  # behind the one that compiles
+
+
+def main() -> None:
+    """Prepares, trains one after the other, evaluates, reports."""
+    launch.require(
+        config=_CONFIGS.value, data=_DATA.value, workdir=_WORKDIR.value, prompts=_PROMPTS.value
+    )
+    names = [name_of(path) for path in _CONFIGS.value]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the configs {', '.join(names)} cannot be told apart by their names")
+    workdir = pathlib.Path(_WORKDIR.value)
+    if _PREPARE.value:
+        prepare(workdir, names)
+        return
+    for path in (_DATA.value, *_PROMPTS.value):
+        pathlib.Path(path).open("rb").close()
+    workdir.mkdir(parents=True, exist_ok=True)
+    plan_file = workdir / "plan.json"
+    if not plan_file.exists():
+        child("compare", *sys.argv[1:], "--prepare")
+    plan = json.loads(plan_file.read_text("utf-8"))
+    check(plan, plan_file)
+    for path, name in zip(_CONFIGS.value, names, strict=True):
+        if not (workdir / name / "drafter").exists():
+            steps = plan["drafters"][name]["steps"]
+            every = f"{max(1, steps // 5)}"
+            child(
+                "distill", f"--config={path}", f"--workdir={workdir / name}",
+                *shared_options(workdir, plan["taps"]), f"--config.total_steps={steps}",
+                f"--config.alpha_every={every}", f"--config.save_every={every}",
+                f"--config.log_every={max(1, steps // 20)}", "--config.tau_prompts=1",
+            )  # fmt: skip
+    folders = {str(workdir / name / "drafter"): name for name in names}
+    child(
+        "evaluate", f"--target={plan['target']}",
+        *(f"--drafter={spec}" for spec in (*_BASELINES.value, *folders)),
+        *(f"--prompts={path}" for path in _PROMPTS.value),
+        *(f"--temperature={temperature}" for temperature in _TEMPERATURES.value),
+        *([] if _LIMIT.value is None else [f"--limit={_LIMIT.value}"]),
+        f"--rule={_RULE.value}", f"--max_new_tokens={_MAX_NEW_TOKENS.value}", "--parts",
+        f"--json={workdir / 'evaluation.json'}",
+    )  # fmt: skip
+    evaluation = json.loads((workdir / "evaluation.json").read_text("utf-8"))
+    rows = [
+        row | {"drafter": folders.get(row["drafter"], row["drafter"])} for row in evaluation["rows"]
+    ]
+    curves = {name: curve(workdir / name / "metrics.jsonl") for name in names}
+    report = written(plan, curves, rows, evaluation["settings"])
+    (workdir / "report.md").write_text(report, "utf-8")
+    plots.fight(workdir / "report.png", curves, rows)
+    print(f"{report}\n{workdir / 'report.md'} and report.png")
+
+
+def name_of(path: str) -> str:
+    """`smollm2_eagle3` of `configs/smollm2_eagle3.py:runlocal`."""
+    return pathlib.Path(path.partition(":")[0]).stem
+
+
+def shared_options(workdir: pathlib.Path, taps: list[int]) -> list[str]:
+    """What all configs are told: the same text, and one cache for all."""
+    return [
+        f"--config.data.path={_DATA.value}",
+        f"--config.features.path={workdir / 'features'}",
+        f"--config.features.taps={tuple(taps)}",
+    ]
+
+
+def child(program: str, *arguments: str) -> None:
+    """Runs a program of this folder to its end.
+
+    Raises:
+      ValueError: it failed; its own message is on stderr.
+    """
+    done = subprocess.run([sys.executable, "-m", f"experiments.{program}", *arguments], check=False)
+    if done.returncode:
+        raise ValueError(f"experiments.{program} ended with status {done.returncode}")
+
+
+def asked() -> dict[str, Any]:
+    """What a plan was made for."""
+    return {"configs": _CONFIGS.value, "data": _DATA.value, "minutes": _MINUTES.value}
+
+
+def check(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Raises ValueError where a work directory holds a fight of another kind."""
+    now = asked()
+    other = [name for name in now if plan.get(name) != now[name]]
+    if other:
+        differ = ", ".join(f"{name} {plan.get(name)} (now {now[name]})" for name in other)
+        raise ValueError(f"{path} is of {differ}: give these again, or another --workdir")
+
+
+def prepare(workdir: pathlib.Path, names: list[str]) -> None:
+    """Writes the features and the plan: how many steps of each drafter fill the time."""
+    configs = {}
+    for path, name in zip(_CONFIGS.value, names, strict=True):
+        file, _, mode = path.partition(":")
+        configs[name] = runpy.run_path(file)["get_config"](mode)
+        configs[name].data.path = _DATA.value
+        configs[name].features.path = str(workdir / "features")
+    sources = {config.target for config in configs.values()}
+    if len(sources) > 1:
+        raise ValueError(f"the configs are for several targets: {', '.join(sorted(sources))}")
+    target = launch.load_target(sources.pop())
+    read = functools.partial(distill.read, target=target)
+    loaded = {
+        name: distill.first_drafter(config, target, read(config)[0])
+        for name, config in configs.items()
+    }
+    taps = sorted({tap for drafter in loaded.values() for tap in drafter.drafter.taps})
+    drafters = {}
+    for name, config in configs.items():
+        config.features.taps = tuple(taps)
+        seconds = seconds_a_step(config, target, loaded[name], read(config)[0])
+        sizes = jax.tree.map(np.size, loaded[name].params)
+        drafters[name] = {
+            "parameters": int(sum(jax.tree.leaves(sizes))),
+            "seconds_a_step": seconds,
+            "steps": max(1, round(60 * _MINUTES.value / seconds)),
+        }
+        print(f"{name}: {seconds:.2f} s a step, {drafters[name]['steps']} steps", flush=True)
+    plan = asked() | {"target": configs[names[0]].target, "taps": taps, "drafters": drafters}
+    (workdir / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
+
+
+def seconds_a_step(config: ConfigDict, target: Target, loaded: Any, examples: list[Any]) -> float:
+    """The mean of a few training steps, the first of which is left out, since it compiles."""
+    mesh, recipe, _ = set_up(config.to_dict(), target, loaded)
+    state = new_state(recipe, loaded.params, config.seed, mesh)
+    batches = iter(distill.batches(config, target, loaded, examples))
+    for step, batch in enumerate(itertools.islice(batches, 1 + TIMED_STEPS)):
+        if step == 1:
+            started = time.perf_counter()
+        placed = place(mesh, batch, config.accumulate)
+        state, means = train_step(recipe, state, target.params, placed)
+        float(means["loss"])
+    return (time.perf_counter() - started) / TIMED_STEPS
+
+
+def curve(path: pathlib.Path) -> list[dict[str, float]]:
+    """Held-out figures of a run, with the minutes that its steps had taken."""
+    points, seconds = [], 0.0
+    for line in path.read_text("utf-8").splitlines():
+        told = json.loads(line)
+        seconds += told.get("seconds", 0.0)
+        if "held_out/alpha_1" in told:
+            points.append(told | {"minutes": seconds / 60})
+    return points
+
+
+def written(
+    plan: dict[str, Any],
+    curves: dict[str, list[dict[str, float]]],
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any],
+) -> str:
+    """The report."""
+    trained = [
+        [
+            name,
+            f"{figures['parameters'] / 1e6:.1f}",
+            str(figures["steps"]),
+            f"{curves[name][-1]['minutes']:.1f}",
+            f"{curves[name][-1]['held_out/alpha_1']:.3f}",
+            f"{curves[name][-1]['replayed/tau']:.2f}",
+        ]
+        for name, figures in plan["drafters"].items()
+    ]
+    headings = ["drafter", "parameters, M", "steps", "minutes", "held-out α_1", "replayed τ"]
+    return "\n".join(
+        [
+            f"# {len(trained)} drafters for {plan['target']}, {plan['minutes']:g} minutes each",
+            "",
+            f"`{launch.command()}`",
+            "",
+            tables.markdown(headings, trained),
+            "Decoding, batch 1: τ and speed-up over plain decoding, with where they lie in 95 of 100 "
+            "draws of as many prompts.",
+            "",
+            tables.markdown(*main_table(rows)),
+            f"{settings['device']}, jax {settings['jax']}; rule above temperature 0: "
+            f"`{settings['rule']}`. `evaluation.json` holds all figures.",
+            "",
+        ]
+    )
+
+
+def main_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A line for every drafter and temperature, with τ and speed-up on every set of prompts."""
+    files = list(dict.fromkeys(row["prompts"] for row in rows))
+    lines = []
+    for temperature, drafter in itertools.product(
+        dict.fromkeys(row["temperature"] for row in rows),
+        dict.fromkeys(row["drafter"] for row in rows),
+    ):
+        own = {
+            row["prompts"]: row
+            for row in rows
+            if (row["temperature"], row["drafter"]) == (temperature, drafter)
+        }
+        k = str(own[files[0]]["num_draft_tokens"])
+        told = [
+            tables.within(own[file], figure, unit)
+            for file in files
+            for figure, unit in (("tau", ""), ("speedup", "×"))
+        ]
+        answers = {own[file]["identical"] for file in files}
+        lines.append(
+            [f"{temperature:g}", drafter, k, *told, " / ".join(map(str, answers - {None}))]
+        )
+    stems = [pathlib.Path(file).stem for file in files]
+    headings = [f"{stem}: {figure}" for stem in stems for figure in ("τ", "speed-up")]
+    return ["T", "drafter", "K", *headings, "identical"], lines
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,67 @@
+"""Tables of evaluations."""
+
+from __future__ import annotations
+
+from specjax.evaluation import plots, tables
+
+ROW = {
+    "target": "t", "temperature": 0.0, "batch": 1, "prompts": "one.jsonl", "num_prompts": 2,
+    "drafter": "a|b", "num_draft_tokens": 2, "tau": 1.5, "tau_interval": [1.25, 1.75],
+    "tau_of_prompts": 1.4, "tau_of_prompts_interval": [None, None], "alpha": [0.5, None],
+    "survival": [0.5, 0.0], "accepted_share": None, "passes_per_token": 0.667,
+    "plain_tokens_per_second": 10.0, "speculative_tokens_per_second": 15.0, "speedup": 1.5,
+    "speedup_interval": [None, None], "predicted_speedup": None, "prediction_error": None,
+    "draft_ms": None, "verify_ms": None, "overhead_ms": None, "identical": "yes",
+    "times_peer_plain": None, "times_peer_speculative": None,
+}  # fmt: skip
+
+
+def test_only_what_was_measured_and_what_differs_has_a_column():
+    headings, (line,) = tables.cells([ROW])
+    assert "T" not in headings and "transformers plain" not in headings
+    told = dict(zip(headings, line, strict=True))
+    assert told["τ"] == "1.50 (1.25–1.75)" and told["speed-up"] == "1.50×"
+    assert told["α_k"] == "0.50 –" and told["accepted / drafted"] == "–"
+    parts = {"draft_ms": 1.0, "verify_ms": 2.0, "overhead_ms": -0.1}
+    second = ROW | parts | {"temperature": 1.0, "predicted_speedup": 1.8, "prediction_error": 0.2}
+    headings, lines = tables.cells([ROW, second])
+    told = dict(zip(headings, lines[1], strict=True))
+    assert told["T"] == "1.0" and told["predicted (error)"] == "1.80× (+20 %)"
+    assert told["draft + verify + rest, ms"] == "1.0 + 2.0 + -0.1"
+    assert lines[0][headings.index("predicted (error)")] == "–"
+
+
+def test_markdown():
+    assert (
+        tables.markdown(["a", "b"], [["1", "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |\n"
+    )
+
+
+def heights(monkeypatch, draw, *arguments):
+    """The bars of each axis of a plot."""
+    drawn = []
+    axes_of = plots._axes
+
+    def axes(count):
+        figure, axes = axes_of(count)
+        drawn.extend(axes)
+        return figure, axes
+
+    monkeypatch.setattr(plots, "_axes", axes)
+    draw(*arguments)
+    return [[bar.get_height() for bar in axis.patches] for axis in drawn], drawn
+
+
+def test_bars_are_the_figures(monkeypatch, tmp_path):
+    rows = [ROW, ROW | {"drafter": "other", "tau": 2.0, "speedup": 0.5}]
+    bars, _ = heights(monkeypatch, plots.evaluation, tmp_path / "a.png", rows)
+    assert bars == [[1.5, 2.0], [1.5, 0.5]]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_fight_shows_how_alpha_rose(monkeypatch, tmp_path):
+    points = [{"minutes": 0.0, "held_out/alpha_1": 0.1}, {"minutes": 2.0, "held_out/alpha_1": 0.4}]
+    path = tmp_path / "b.png"
+    bars, (left, _, _) = heights(monkeypatch, plots.fight, path, {"a|b": points}, [ROW])
+    assert bars[1:] == [[1.5], [1.5]]
+    assert left.lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]

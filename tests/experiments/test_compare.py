@@ -1,0 +1,57 @@
+"""`experiments.compare` as a user runs it, with seconds of training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+# What `configs/` trains, for a model of 4 layers and 61 tokens.
+CONFIG = """
+from configs import common
+
+def get_config(mode=""):
+    config = common.for_mode(common.get_config(), "runlocal")
+    config.target = {target!r}
+    config.data.held_out = 0.3
+    config.features.dtype = "float32"
+    config.drafter = {drafter!r}
+    return config
+"""
+DRAFTERS = {
+    "draft_lm": {"name": "draft_lm", "num_layers": 1, "num_draft_tokens": 2},
+    "dflash": {"name": "dflash", "mask_token": 3, "num_layers": 1, "block_size": 3, "num_taps": 1},
+}
+
+
+@pytest.mark.slow
+def test_same_time_same_features_one_report(run, model, text, tmp_path):
+    configs = []
+    for name, drafter in DRAFTERS.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(CONFIG.format(target=str(model), drafter=drafter))
+        configs.append(f"--config={path}")
+    (tmp_path / "p.jsonl").write_text('{"turns": ["abab"]}\n{"turns": ["he he"]}\n')
+    arguments = [
+        *configs, f"--data={text}", f"--workdir={tmp_path / 'fight'}",
+        f"--prompts={tmp_path}/p.jsonl", "--max_new_tokens=8", "--temperature=0",
+    ]  # fmt: skip
+    done = run("compare", *arguments, "--minutes=0.02")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "fight" / "plan.json").read_text())
+    for name, figures in plan["drafters"].items():
+        assert figures["steps"] == max(1, round(1.2 / figures["seconds_a_step"]))
+        lines = (tmp_path / "fight" / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["step"] == figures["steps"]
+    rows = json.loads((tmp_path / "fight" / "evaluation.json").read_text())["rows"]
+    assert len(rows) == 3 and {row["identical"] for row in rows} == {"yes"}
+    report = (tmp_path / "fight" / "report.md").read_text()
+    for name in DRAFTERS:
+        assert report.count(f"| {name} |") == 2
+    assert f"{rows[0]['tau']:.2f} (" in report and "| ngram |" in report
+    assert (tmp_path / "fight" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "fight" / "features" / "manifest.json").exists()
+    again = run("compare", *arguments, "--minutes=0.02")  # nothing left but the report
+    assert again.returncode == 0 and "step 1/" not in again.stdout
+    other = run("compare", *arguments, "--minutes=1")
+    assert other.returncode == 1 and "minutes 0.02 (now 1.0)" in other.stderr
