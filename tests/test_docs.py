@@ -1,7 +1,8 @@
-"""The code in docs/ runs, and the commands print what the page says."""
+"""The code in docs/ runs, the commands are the programs', and both print what the page says."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/adding_a_rule.md").read_text("utf-8")
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
 
 def blocks(page):
@@ -35,6 +37,57 @@ def test_the_bigram_drafter_runs(capsys):
     for block in blocks((ROOT / "docs/adding_a_drafter.md").read_text("utf-8")):
         exec(compile(block, "docs/adding_a_drafter.md", "exec"), names)
     assert names["fast"].tau > 1.2 and "τ " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["choosing_a_drafter", "training_on_a_pod"])
+def test_a_block_prints_what_stands_below_it(name, capsys):
+    page = (ROOT / f"docs/{name}.md").read_text("utf-8")
+    ((code, printed),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, f"docs/{name}.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+def anchors(path):
+    """What a page's headings are called in links, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), link
+        assert not anchor or anchor in anchors(found), link
+
+
+def flags_of(program):
+    """Names of the flags that a program defines, and the modules that it shares with others."""
+    shared = ["launch", "drafts"] + ["distill"] * (program == "benchmark_distill")
+    files = [ROOT / f"experiments/{name}.py" for name in (program, *shared)]
+    code = "".join(file.read_text("utf-8") for file in files)
+    return set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', code))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_flags_and_keys_that_exist(page):
+    text = page.read_text("utf-8").replace("\\\n", " ").replace("…", "")
+    for program, rest in re.findall(r"python -m experiments\.(\w+) ([^\n`]*)", text):
+        flags = re.findall(r"--([\w.]+)(?:=(\S*))?", rest)
+        assert {name for name, _ in flags if "." not in name} <= flags_of(program), rest
+        values = dict(flags)
+        if values.get("config"):
+            path, _, mode = values["config"].partition(":")
+            module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+            config = module.get_config(mode)
+            for name in values:
+                node = config
+                for key in name.split(".")[1:]:
+                    assert key in node, f"{page.name}: --{name}"
+                    node = node[key]
 
 
 @pytest.mark.slow
