@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.models.config import ModelConfig
 from specjax.models.target import Target, target_hash
@@ -156,7 +157,10 @@ def write_cache(
     for stale in (*folder.glob("*.array_record"), folder / MANIFEST):
         stale.unlink(missing_ok=True)
     layout = layout_of(target.config, taps, sequence_length, dtype)
-    run = jax.jit(traces, static_argnums=(0, 2))
+    # Of a target that is split over hosts, every host is given all of the rows.
+    split = jax.tree.leaves(target.params)[0].sharding
+    whole = NamedSharding(split.mesh, PartitionSpec()) if isinstance(split, NamedSharding) else None
+    run = jax.jit(traces, static_argnums=(0, 2), out_shardings=whole)
     done, writer = 0, None
     for batch in batches:
         trace = run(target.graphdef, target.params, taps, {name: batch[name] for name in TEXT})

@@ -13,6 +13,7 @@ import pytest
 import specjax
 from specjax.checkpoints.load import load_target
 from tests.checkpoints.test_load import GOLDEN, write_gguf
+from tests.distillation.test_trainer import TIMES
 
 CODE = """
 import sys
@@ -74,7 +75,7 @@ def test_two_processes_are_one(tmp_path):
     assert printed_by_both == {printed}
     assert [x["step"] for x in both] == [x["step"] for x in alone]
     for one, other in zip(alone, both, strict=True):
-        for name in one.keys() - {"tokens_per_second"}:
+        for name in one.keys() - TIMES:
             assert other[name] == pytest.approx(one[name], rel=1e-4), name
     assert sorted(p.name for p in (tmp_path / "both/checkpoints/last").iterdir()) == ["6", "8"]
     # Eight steps are all there are: one process restores the checkpoint and finds nothing to do.
@@ -85,18 +86,19 @@ def test_two_processes_are_one(tmp_path):
 PROGRAM = """
 import sys
 import jax
-index, port = int(sys.argv[1]), sys.argv[2]
+index, port, workdir = int(sys.argv[1]), *sys.argv[2:4]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from experiments import distill, launch
-sys.argv = ["distill", *sys.argv[3:]]
+sys.argv = ["distill", f"--workdir={workdir}", *sys.argv[4:]]
+sys.argv += [f"--config.features.path={workdir}/features_{index}"]
 launch.run(distill.main)
 """
 
 
 @pytest.mark.slow
 def test_two_processes_that_split_the_target_export_a_drafter(tmp_path):
-    """No process holds the target's tables whole while it trains."""
+    """No process holds the target's tables whole while it trains, or caches what the target made."""
     model = write_gguf(tmp_path / "tiny.gguf", GOLDEN / "llama_untied")
     text = [
         {"prompt_tokens": [n, n + 1, n], "response_tokens": [n + 1, n, n] * 4} for n in range(5, 13)
@@ -106,7 +108,7 @@ def test_two_processes_that_split_the_target_export_a_drafter(tmp_path):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     arguments = [
-        "--config=configs/smollm2_eagle3.py:runlocal", f"--workdir={tmp_path / 'run'}",
+        str(tmp_path / "run"), "--config=configs/smollm2_eagle3.py:runlocal",
         f"--config.target={model}", f"--config.data.path={tmp_path / 'text.jsonl'}",
         "--config.drafter.draft_vocab_size=40", "--config.drafter.taps=(0,1)",
         "--config.data.sequence_length=32", "--config.data.held_out=0.3", "--config.mesh.fsdp=2",
