@@ -1,14 +1,14 @@
 r"""The fair fight: drafters trained on the same text for the same time, decoding the same prompts.
 
-  python -m experiments.compare --config=configs/smollm2_draft_lm.py \
-    --config=configs/smollm2_eagle3.py --config=configs/smollm2_dflash.py \
-    --config=configs/smollm2_dspark.py --data=responses.jsonl --minutes=10 \
+  python -m experiments.compare --train=configs/smollm2_draft_lm.py \
+    --train=configs/smollm2_eagle3.py --train=configs/smollm2_dflash.py \
+    --train=configs/smollm2_dspark.py --data=responses.jsonl --minutes=10 \
     --prompts=gsm8k.jsonl --prompts=mt-bench.jsonl --limit=4 --workdir=runs/compare
 
 Every config names the same target; all drafters read one cache of its features. How many steps a
-drafter takes in the given time is measured first, and its learning rate ends there; compilation,
-caching and evaluation are not part of that time. Then `experiments.evaluate` decodes with each
-drafter as long drafts as its config says, and with those of `--baseline`. `WORKDIR/report.md` and
+drafter takes in the given time is measured first, and its learning rate is stretched to them;
+compilation, caching and evaluation are not part of that time. Then `experiments.evaluate` decodes with
+each drafter as long drafts as its config says, and with those of `--baseline`. `WORKDIR/report.md` and
 `report.png` show what came out. The same command again goes on where it was interrupted. Every part
 runs in a process of its own, one after the other, so that each has the accelerator to itself.
 """
@@ -36,10 +36,9 @@ from specjax.distillation.trainer import place, set_up
 from specjax.evaluation import plots, tables
 from specjax.models.target import Target
 
-_CONFIGS = flags.DEFINE_multi_string("config", [], "A file of configs/; may be repeated.")
+_CONFIGS = flags.DEFINE_multi_string("train", [], "A file of configs/; may be repeated.")
 _DATA = flags.DEFINE_string("data", None, "Text of the target's, as for `experiments.distill`.")
 _MINUTES = flags.DEFINE_float("minutes", 10.0, "Time of a drafter's steps.", lower_bound=0.01)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of runs, features and the report.")
 _BASELINES = flags.DEFINE_multi_string(
     "baseline", ["ngram"], f"A drafter beside them: {drafts.SPECS}."
 )
@@ -56,12 +55,17 @@ TIMED_STEPS = 8  # behind the one that compiles
 def main() -> None:
     """Prepares, trains one after the other, evaluates, reports."""
     launch.require(
-        config=_CONFIGS.value, data=_DATA.value, workdir=_WORKDIR.value, prompts=_PROMPTS.value
+        train=_CONFIGS.value,
+        data=_DATA.value,
+        workdir=distill.WORKDIR.value,
+        prompts=_PROMPTS.value,
     )
+    if distill.CONFIG.value:
+        raise ValueError("--train names the configs here, --config none")
     names = [name_of(path) for path in _CONFIGS.value]
     if len(set(names)) < len(names):
         raise ValueError(f"the configs {', '.join(names)} cannot be told apart by their names")
-    workdir = pathlib.Path(_WORKDIR.value)
+    workdir = pathlib.Path(distill.WORKDIR.value)
     if _PREPARE.value:
         prepare(workdir, names)
         return
@@ -75,11 +79,13 @@ def main() -> None:
     check(plan, plan_file)
     for path, name in zip(_CONFIGS.value, names, strict=True):
         if not (workdir / name / "drafter").exists():
-            steps = plan["drafters"][name]["steps"]
+            figures = plan["drafters"][name]
+            steps = figures["steps"]
             every = f"{max(1, steps // 5)}"
             child(
                 "distill", f"--config={path}", f"--workdir={workdir / name}",
                 *shared_options(workdir, plan["taps"]), f"--config.total_steps={steps}",
+                f"--config.optimizer.warmup_steps={figures['warmup_steps']}",
                 f"--config.alpha_every={every}", f"--config.save_every={every}",
                 f"--config.log_every={max(1, steps // 20)}", "--config.tau_prompts=1",
             )  # fmt: skip
@@ -166,10 +172,13 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
         config.features.taps = tuple(taps)
         seconds = seconds_a_step(config, target, loaded[name], read(config)[0])
         sizes = jax.tree.map(np.size, loaded[name].params)
+        steps = max(1, round(60 * _MINUTES.value / seconds))
         drafters[name] = {
             "parameters": int(sum(jax.tree.leaves(sizes))),
             "seconds_a_step": seconds,
-            "steps": max(1, round(60 * _MINUTES.value / seconds)),
+            "steps": steps,
+            # The share of the run that the config gives it.
+            "warmup_steps": config.optimizer.warmup_steps * steps // config.total_steps,
         }
         print(f"{name}: {seconds:.2f} s a step, {drafters[name]['steps']} steps", flush=True)
     plan = asked() | {"target": configs[names[0]].target, "taps": taps, "drafters": drafters}

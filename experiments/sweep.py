@@ -1,17 +1,20 @@
 r"""Speed-up over K, measured and as the law of its acceptance and costs predicts it.
 
   python -m experiments.sweep --target=smollm2 --drafter=runs/smollm2_eagle3/drafter \
-    --lengths=1,2,4,8 --prompts=gsm8k.jsonl --limit=5 --json=sweep.json --plot=sweep.png
+    --drafter=ngram --lengths=1,2,4,8 --prompts=gsm8k.jsonl --limit=5 --json=sweep.json \
+    --plot=sweep.png
 
-Every K decodes the same prompts, in turn with plain decoding. Costs are measured beside it: a plain
-step, the draft of K tokens, their verification. The law is fitted to these costs and to the acceptance
-of the longest drafts alone, so that for every other K it is a prediction.
+Every K of a drafter decodes the same prompts, in turn with plain decoding. Costs are measured beside
+it: a plain step, the draft of K tokens, their verification. The law is fitted to these costs and to
+the acceptance of the longest drafts alone, so that for every other K it is a prediction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,13 @@ from specjax.evaluation.benchmark import Simulated
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
 from specjax.evaluation.speedup import Costs, Law, conditional, needed_alpha, needed_beta
+from specjax.models.target import Target
 from specjax.types import Rule, drafter_and_params
 
 _TARGET = launch.define_target()
-_DRAFTER = flags.DEFINE_string("drafter", None, f"{drafts.SPECS}; it drafts chains.")
+_DRAFTERS = flags.DEFINE_multi_string(
+    "drafter", [], f"{drafts.SPECS}; it drafts chains. May be repeated."
+)
 _LENGTHS = flags.DEFINE_list("lengths", ["1", "2", "3", "4", "6", "8", "12", "16"], "K, several.")
 _PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
@@ -45,12 +51,13 @@ STEPS = 12  # cycles a timed run of the costs
 
 def main() -> None:
     """Decodes with every K, times the parts, fits, prints, draws, writes."""
-    launch.require(target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value)
+    launch.require(target=_TARGET.value, drafter=_DRAFTERS.value, prompts=_PROMPTS.value)
     lengths = sorted({int(word) for word in _LENGTHS.value if word.isdecimal() and int(word)})
     if len(lengths) < 2 or len(lengths) < len(set(_LENGTHS.value)):
         raise ValueError(f"--lengths takes two K or more, from 1, got {','.join(_LENGTHS.value)}")
-    if drafts.parts(_DRAFTER.value)[1:] != (None, None):
-        raise ValueError(f"--drafter={_DRAFTER.value}: --lengths says what is drafted here")
+    for spec in _DRAFTERS.value:
+        if drafts.parts(spec)[1:] != (None, None):
+            raise ValueError(f"--drafter={spec}: --lengths says what is drafted here")
     for path in (_JSON.value, _PLOT.value):
         launch.check_writable(path)
     texts = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
@@ -59,50 +66,68 @@ def main() -> None:
         path: launch.encode(target, path, "prompt", dict(enumerate(prompts, start=1)))
         for path, prompts in texts.items()
     }
-    drafters = {str(k): drafts.load_drafter(_DRAFTER.value, target, k, []) for k in lengths}
-    if None in drafters.values():
-        raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
-    sampling = launch.sampling_options(_SAMPLING)
-    filters = {name: flag.value for name, flag in _SAMPLING.items()}
-    costs = {}
-    for k in lengths:
-        costs[k] = benchmark.costs(
-            target, *drafter_and_params(drafters[str(k)]), Rule(Simulated(0.5)), batch=_BATCH.value,
-            max_len=64 + STEPS * (lengths[-1] + 1), steps=STEPS, repeats=3, **filters,
-        )  # fmt: skip
-    rows, measured, laws = [], {}, {}
-    for path, prompts in encoded.items():
-        name = pathlib.Path(path).stem
-        with launch.progress() as report:
-            results = evaluate(
-                target, drafters, prompts, batch=_BATCH.value, progress=report, rule=_RULE.value,
-                max_new_tokens=_MAX_NEW_TOKENS.value,
-                max_len=launch.room_for(target, prompts, _MAX_NEW_TOKENS.value), **sampling,
-            )  # fmt: skip
-        laws[name] = Law.fit(conditional(results[str(lengths[-1])].survival), costs)
-        rows += [row(name, k, results[str(k)], laws[name], costs[k]) for k in lengths]
-        measured[name] = {
-            k: (results[str(k)].speedup, *results[str(k)].speedup_interval) for k in lengths
-        }
+    rows, summaries, measured, laws = [], [], {}, {}
+    for spec in _DRAFTERS.value:
+        measured[spec], laws[spec] = {}, {}
+        for name, results, law, costs in sweep(target, spec, lengths, encoded):
+            laws[spec][name] = law
+            rows += [row(spec, name, k, results[str(k)], law, costs[k]) for k in lengths]
+            measured[spec][name] = {
+                k: (results[str(k)].speedup, *results[str(k)].speedup_interval) for k in lengths
+            }
     show(rows)
-    summaries = [summary(name, laws[name], measured[name]) for name in laws]
+    for spec, name in itertools.product(laws, map(stem, encoded)):
+        summaries.append(summary(spec, name, laws[spec][name], measured[spec][name]))
     settings = {
         "target": target.name,
-        "drafter": _DRAFTER.value,
         "batch": _BATCH.value,
         "rule": _RULE.value,
-        **filters,
+        **{name: flag.value for name, flag in _SAMPLING.items()},
         **launch.machine(),
     }
     figures = {"settings": settings, "rows": rows, "laws": summaries}
     launch.write_json(_JSON.value, figures)
     if _PLOT.value:
-        plots.sweep(_PLOT.value, _DRAFTER.value, measured, laws)
+        plots.sweep(_PLOT.value, measured, laws)
 
 
-def row(name: str, k: int, result: Evaluation, law: Law, costs: Costs) -> dict[str, Any]:
-    """One K on one file."""
+def stem(path: str) -> str:
+    """What a file of prompts is called."""
+    return pathlib.Path(path).stem
+
+
+def sweep(
+    target: Target, spec: str, lengths: list[int], encoded: Mapping[str, list[np.ndarray]]
+) -> Iterator[tuple[str, dict[str, Evaluation], Law, dict[int, Costs]]]:
+    """One drafter: of every file its name, what every K made of it, and the law; the costs of all K."""
+    drafters = {str(k): drafts.load_drafter(spec, target, k, []) for k in lengths}
+    if None in drafters.values():
+        raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
+    filters = {name: flag.value for name, flag in _SAMPLING.items()}
+    costs = {
+        k: benchmark.costs(
+            target, *drafter_and_params(drafters[str(k)]), Rule(Simulated(0.5)), batch=_BATCH.value,
+            max_len=64 + STEPS * (lengths[-1] + 1), steps=STEPS, repeats=3, **filters,
+        )
+        for k in lengths
+    }  # fmt: skip
+    # The same for all files: every K is compiled once.
+    size = max(launch.room_for(target, x, _MAX_NEW_TOKENS.value) for x in encoded.values())
+    for path, prompts in encoded.items():
+        with launch.progress() as report:
+            results = evaluate(
+                target, drafters, prompts, batch=_BATCH.value, progress=report, rule=_RULE.value,
+                max_new_tokens=_MAX_NEW_TOKENS.value, max_len=size,
+                **launch.sampling_options(_SAMPLING),
+            )  # fmt: skip
+        law = Law.fit(conditional(results[str(lengths[-1])].survival), costs)
+        yield stem(path), results, law, costs
+
+
+def row(spec: str, name: str, k: int, result: Evaluation, law: Law, costs: Costs) -> dict[str, Any]:
+    """One K of a drafter on one file."""
     return {
+        "drafter": spec,
         "prompts": name,
         "num_draft_tokens": k,
         "tau": result.tau,
@@ -118,6 +143,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     table = Table()
     for heading in (
+        "drafter",
         "prompts",
         "K",
         "τ",
@@ -133,21 +159,23 @@ def show(rows: list[dict[str, Any]]) -> None:
         spread = one["speedup_interval"]
         within = "" if None in spread else " ({:.2f}–{:.2f})".format(*spread)
         table.add_row(
-            one["prompts"], str(one["num_draft_tokens"]), f"{one['tau']:.2f}", *parts,
+            one["drafter"], one["prompts"], str(one["num_draft_tokens"]), f"{one['tau']:.2f}", *parts,
             f"{one['speedup']:.2f}{within}", f"{one['predicted']:.2f}",
         )  # fmt: skip
     Console().print(table)
 
 
-def summary(name: str, law: Law, measured: dict[int, tuple[float, float, float]]) -> dict[str, Any]:
-    """What the law says of a file, printed, too."""
+def summary(
+    spec: str, name: str, law: Law, measured: dict[int, tuple[float, float, float]]
+) -> dict[str, Any]:
+    """What the law says of a drafter on a file, printed, too."""
     lengths = sorted(measured)
     found = max(lengths, key=lambda k: measured[k][0])
     alpha, wanted = float(np.mean(law.alpha)), _WANTED.value
     fixed = {"fixed": law.start}
     needs = needed_alpha(wanted, law.beta, **fixed), needed_beta(wanted, law.alpha, **fixed)
     Console(highlight=False, soft_wrap=True).print(
-        f"{name}: α {alpha:.2f}, a draft costs {law.start:.3f} + {law.beta:.3f} K; "
+        f"{spec}, {name}: α {alpha:.2f}, a draft costs {law.start:.3f} + {law.beta:.3f} K; "
         f"K* predicted {law.best(lengths)}, measured {found}; "
         f"{wanted:g}× would need "
         + (f"α {needs[0]:.2f} at this β" if needs[0] else "more than α 1 at this β")
@@ -155,6 +183,7 @@ def summary(name: str, law: Law, measured: dict[int, tuple[float, float, float]]
         + ", were verification as cheap as a step"
     )
     return {
+        "drafter": spec,
         "prompts": name,
         **dataclasses.asdict(law),
         "best_predicted": law.best(lengths),

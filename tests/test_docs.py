@@ -66,7 +66,7 @@ def test_links_lead_somewhere(page):
 
 def flags_of(program):
     """Names of the flags that a program defines, and the modules that it shares with others."""
-    shared = ["launch", "drafts"] + ["distill"] * (program == "benchmark_distill")
+    shared = ["launch", "drafts"] + ["distill"] * (program in ("benchmark_distill", "compare"))
     files = [ROOT / f"experiments/{name}.py" for name in (program, *shared)]
     code = "".join(file.read_text("utf-8") for file in files)
     return set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', code))

@@ -27,7 +27,7 @@ def run(tmp_path_factory):
     def run(program, *arguments):
         return subprocess.run(
             [sys.executable, "-m", f"experiments.{program}", *arguments],
-            capture_output=True, text=True, timeout=240, check=False,
+            capture_output=True, text=True, timeout=480, check=False,
             env=os.environ | SHARED_COMPILES | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 

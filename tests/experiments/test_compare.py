@@ -30,7 +30,7 @@ def test_same_time_same_features_one_report(run, model, text, tmp_path):
     for name, drafter in DRAFTERS.items():
         path = tmp_path / f"{name}.py"
         path.write_text(CONFIG.format(target=str(model), drafter=drafter))
-        configs.append(f"--config={path}")
+        configs.append(f"--train={path}")
     (tmp_path / "p.jsonl").write_text('{"turns": ["abab"]}\n{"turns": ["he he"]}\n')
     arguments = [
         *configs, f"--data={text}", f"--workdir={tmp_path / 'fight'}",

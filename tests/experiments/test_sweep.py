@@ -19,21 +19,25 @@ def prompt_file(folder):
 def test_every_k_is_measured_and_predicted(run, model, tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     done = run(
-        "sweep", f"--target={model}", "--drafter=ngram", "--lengths=1,3", "--max_new_tokens=16",
+        "sweep", f"--target={model}", "--drafter=ngram", "--drafter=early_exit:1", "--lengths=1,3",
+        "--max_new_tokens=16",
         f"--prompts={prompt_file(tmp_path)}", f"--json={out}", f"--plot={plot}",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(out.read_text())
-    (said,), rows = figures["laws"], figures["rows"]
-    assert [row["num_draft_tokens"] for row in rows] == [1, 3]
-    law = Law(
-        tuple(said["alpha"]), said["start"], said["beta"],
-        tuple((k, growth) for k, growth in said["verification"]),
-    )  # fmt: skip
-    for row in rows:
-        assert row["predicted"] == pytest.approx(law.predicted(row["num_draft_tokens"]))
-        assert row["speedup"] > 0 and f"{row['tau']:.2f}" in done.stdout
-    assert said["best_predicted"] == law.best([1, 3]) and "K* predicted" in done.stdout
+    assert [(row["drafter"], row["num_draft_tokens"]) for row in figures["rows"]] == [
+        ("ngram", 1), ("ngram", 3), ("early_exit:1", 1), ("early_exit:1", 3),
+    ]  # fmt: skip
+    for said, rows in zip(figures["laws"], (figures["rows"][:2], figures["rows"][2:]), strict=True):
+        law = Law(
+            tuple(said["alpha"]), said["start"], said["beta"],
+            tuple((k, growth) for k, growth in said["verification"]),
+        )  # fmt: skip
+        for row in rows:
+            assert row["predicted"] == pytest.approx(law.predicted(row["num_draft_tokens"]))
+            assert row["speedup"] > 0 and f"{row['tau']:.2f}" in done.stdout
+        assert said["best_predicted"] == law.best([1, 3])
+        assert f"{said['drafter']}, one: " in done.stdout and "K* predicted" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
