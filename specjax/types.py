@@ -125,12 +125,18 @@ class Context:
       length: `[]` int32, committed tokens; the anchor is `tokens[length - 1]`.
       target_cache: the target's `KVCache`; its rows 0…length − 2 are valid.
       sampling: parameters of the sampling mode; None in the greedy mode.
+      most: `[]` int32, how many levels of a draft are asked for, 0 of a row that has ended; None for
+        all there are.
+      least_q: `[]` float32, nothing is asked for behind a token that was drawn with a probability
+        below it; None to ask whatever was drawn.
     """
 
     tokens: jax.Array
     length: jax.Array
     target_cache: PyTree
     sampling: Sampling | None = None
+    most: jax.Array | None = None
+    least_q: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -233,7 +239,8 @@ class Drafter(Protocol):
         """Drafts the tokens after the anchor.
 
         `noise` is None where the draft shall be deterministic: in the greedy mode, and for rules that
-        ask for it.
+        ask for it. `context` says how much is asked for. More may be valid, but whether a token is
+        must not depend on that token or on those behind it.
         """
         ...
 
@@ -337,15 +344,34 @@ class Verifier(Protocol):
 
 
 class Controller(Protocol):
-    """Decides how much of each row's draft is verified. A pytree: its arrays are arguments of the loop.
+    """Decides how much is drafted and verified. A pytree: its arrays are arguments of the loop.
+
+    It is asked twice in a cycle: before the draft for a `plan`, so that drafters that make it token by
+    token make no more; and, by a call, about the draft that was made.
 
     It is lossless if whether a token is verified is decided from what was known before that token was
-    drawn: the tokens before it, the drafter's confidence, past cycles, other rows. One that looks at
-    other rows makes a row's text depend on them above temperature 0, but for `gumbel`; its law stays.
+    drawn: the tokens before it, the drafter's confidence, past cycles, and of other rows the same.
+    Above temperature 0, but for `gumbel`, a row's text then depends on its batch mates, since a row
+    drafts as long as any of them; its law stays.
+
+    Attributes:
+      least_q: `[]` float32, nothing is wanted behind a token that was drawn with a probability below
+        it; None where that is not what it asks.
     """
+
+    least_q: jax.Array | None
 
     def init_state(self, batch: int, num_draft_tokens: int) -> PyTree:
         """What it knows before the first cycle, () if it keeps nothing."""
+        ...
+
+    def plan(self, state: PyTree, room: jax.Array) -> jax.Array:
+        """`[B]` int32, the most tokens of each row that it could want, told before they are drafted.
+
+        Args:
+          state: its own.
+          room: `[B]` int32, how many each row has room for, 0 once it has ended.
+        """
         ...
 
     def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:

@@ -1,8 +1,11 @@
-"""How much of the drafts is verified: controllers (`specjax.types.Controller`).
+"""How much is drafted and verified: controllers (`specjax.types.Controller`).
 
 `ConfidenceThreshold` and `PrefixScheduler` are DSpark's (DeepSeek-AI 2026, §4): they ask what the
 drafter told of a token before it was drawn. `Heuristic` and `Optimal` ask past cycles, `Threshold` the
 tokens before. So all are lossless.
+
+`Fixed`, `Heuristic` and `Optimal` know what they want before anything is drafted, and `Threshold` when
+to stop: a drafter that takes its tokens one after the other drafts no more than that.
 """
 
 from __future__ import annotations
@@ -29,10 +32,30 @@ class Forgetful:
         return state
 
 
+class Planning:
+    """The methods of a controller that wants what it planned, whatever was drafted."""
+
+    least_q = None
+
+    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+        """`[B]`, see `specjax.types.Controller`."""
+        return self.plan(state, drafts.num_valid)
+
+
+class Judging:
+    """The methods of a controller that knows nothing before it has seen the draft."""
+
+    least_q = None
+
+    def plan(self, state: PyTree, room: jax.Array) -> jax.Array:
+        """All there is room for."""
+        return room
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Fixed(Forgetful):
-    """Verifies the same number of tokens in every cycle.
+class Fixed(Planning, Forgetful):
+    """The same number of tokens in every cycle.
 
     Attributes:
       length: `[]` int32.
@@ -40,14 +63,14 @@ class Fixed(Forgetful):
 
     length: jax.Array
 
-    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+    def plan(self, state: PyTree, room: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
-        return jnp.broadcast_to(self.length, drafts.num_valid.shape)
+        return jnp.minimum(self.length, room)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Heuristic:
+class Heuristic(Planning):
     """Two tokens more for a row whose last draft was accepted whole, one fewer otherwise.
 
     The schedule of assisted generation in `transformers` (Gante 2023).
@@ -63,9 +86,9 @@ class Heuristic:
         most = jnp.int32(num_draft_tokens)
         return jnp.broadcast_to(jnp.minimum(self.first, most), batch), most
 
-    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+    def plan(self, state: PyTree, room: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
-        return state[0]
+        return jnp.minimum(state[0], room)
 
     def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
         """Grows or shrinks; what was verified beside the wanted tokens does not count."""
@@ -77,16 +100,21 @@ class Heuristic:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Threshold(Forgetful):
-    """Verifies the tokens up to the first that the drafter said with less than some probability.
+class Threshold(Judging, Forgetful):
+    """The tokens up to the first that the drafter said with less than some probability.
 
     That one is verified, too: to drop it for being what it is would give another law.
 
     Attributes:
-      threshold: `[]` float32, 0…1; 0 verifies all.
+      threshold: `[]` float32, 0…1; 0 takes all.
     """
 
     threshold: jax.Array
+
+    @property
+    def least_q(self) -> jax.Array:
+        """`[]`, see `specjax.types.Controller`."""
+        return self.threshold
 
     def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
@@ -102,7 +130,7 @@ class Threshold(Forgetful):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Optimal:
+class Optimal(Planning):
     """The width with the greatest throughput, by the acceptance counted so far and measured costs.
 
     Acceptance at each position is a running mean over the batch's cycles, from a prior of ½ that
@@ -111,7 +139,7 @@ class Optimal:
 
     Attributes:
       widths: `[W]` int32, ascending, tokens a row that a cycle verifies, the anchor counted.
-      seconds: `[W]` float32, how long such a cycle of this batch takes.
+      seconds: `[W]` float32, how long such a cycle of this batch takes, its draft included.
       decay: `[]` float32, weight of a cycle over that of the one after it.
     """
 
@@ -130,13 +158,13 @@ class Optimal:
         """`[K]` float32 each: accepted and tried at every position."""
         return jnp.zeros(num_draft_tokens), jnp.zeros(num_draft_tokens)
 
-    def __call__(self, state: PyTree, drafts: Draft, running: jax.Array) -> jax.Array:
+    def plan(self, state: PyTree, room: jax.Array) -> jax.Array:
         """`[B]`, see `specjax.types.Controller`."""
         accepted, tried = state
         alpha = (accepted + 2) / (tried + 4)
         tokens = 1 + jnp.append(0.0, jnp.cumsum(jnp.cumprod(alpha)))  # of 0…K drafts
         best = self.widths[jnp.argmax(tokens[self.widths - 1] / self.seconds)]
-        return jnp.broadcast_to(best - 1, running.shape)
+        return jnp.minimum(best - 1, room)
 
     def observe(self, state: PyTree, accepted: jax.Array, drafted: jax.Array) -> PyTree:
         """Adds the cycle to what is remembered."""
@@ -148,7 +176,7 @@ class Optimal:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class ConfidenceThreshold(Forgetful):
+class ConfidenceThreshold(Judging, Forgetful):
     """Verifies the tokens before the first whose confidence is below a threshold, for single requests.
 
     Attributes:
@@ -165,7 +193,7 @@ class ConfidenceThreshold(Forgetful):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefixScheduler(Forgetful):
+class PrefixScheduler(Judging, Forgetful):
     """The hardware-aware prefix scheduler (Algorithm 1): as many tokens as make the batch fastest.
 
     The drafted tokens of all rows are admitted in the order of their survival, the product of the

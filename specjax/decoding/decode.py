@@ -76,8 +76,8 @@ def decode(
         default a bucket (a power of two) that holds the longest row.
       rule: the verification rule of the sampling mode: one of `specjax.verification.RULES` by name,
         or your own.
-      controller: decides in every cycle how much of the drafts is verified, like
-        those of `specjax.decoding.controllers`; all by default.
+      controller: decides in every cycle how much is drafted and verified, like those of
+        `specjax.decoding.controllers`; all by default.
       stop_tokens: ids that end a row; by default the target's.
       chat: render texts as a user's turn through the chat template; by default where there is one.
       progress: called with (what, done, total); costs a synchronisation now and then.

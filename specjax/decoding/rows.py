@@ -35,6 +35,11 @@ class Row:
         return self.status == StopReason.RUNNING
 
     @property
+    def room(self) -> jax.Array:
+        """`[]` int32: drafted tokens that fit beside the next one, 0 once the row has ended."""
+        return jnp.where(self.running, self.limit - self.length - 1, 0)
+
+    @property
     def anchor(self) -> jax.Array:
         """`[]` int32: the last committed token."""
         return self.tokens[self.length - 1]

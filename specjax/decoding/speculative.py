@@ -88,16 +88,23 @@ def propose(
     state: PyTree,
     sampling: Sampling | None,
     noise: Noise | None,
+    most: jax.Array | None = None,
+    *,
+    least_q: jax.Array | None = None,
 ) -> tuple[Draft, PyTree]:
-    """Drafts as the rule wants it, no deeper than the row has room for beside the next token."""
+    """Drafts as the rule wants it, no deeper than the row has room for beside the next token.
+
+    `most` and `least_q` are a controller's wishes, see `Context`: what is drafted beyond them is
+    valid, what has no room is not.
+    """
     if sampling is None or rule.drafts is Drafts.DETERMINISTIC:
         noise = None
     elif rule.drafts is Drafts.COUPLED:
         noise = dataclasses.replace(noise, coupled=True)
-    context = Context(row.tokens, row.length, cache, sampling)
+    most = row.room if most is None else jnp.minimum(most, row.room)
+    context = Context(row.tokens, row.length, cache, sampling, most, least_q)
     draft, state = drafter.propose(drafter_params, params, state, context, noise)
-    room = jnp.where(row.running, row.limit - row.length - 1, 0)
-    fitting = jnp.cumprod(draft.depths()[1:] <= room, dtype=jnp.int32).sum()
+    fitting = jnp.cumprod(draft.depths()[1:] <= row.room, dtype=jnp.int32).sum()
     return dataclasses.replace(draft, num_valid=jnp.clip(draft.num_valid, 0, fitting)), state
 
 
@@ -153,9 +160,12 @@ def narrowest(widths: tuple[int, ...], drafts: Draft) -> jax.Array:
 def shortened(drafts: Draft, wanted: jax.Array, widths: tuple[int, ...]) -> Draft:
     """A batch's drafts up to what the narrowest pass holds that holds all that is wanted.
 
-    What it holds beside that is verified too, since it costs nothing. That anticipates nothing either:
-    where a row wants less than j tokens, it wants so whatever token j and those behind it are, and
-    so do the others.
+    What it holds beside that is verified too, since it costs nothing: of a draft made at once the
+    tokens behind those wanted, of one made token by token what a row got while another went on.
+
+    That anticipates nothing. Where a row wants less than j tokens, it wants so whatever token j and
+    those behind it are, and so do the others; and whether there is a token j at all is decided, too,
+    by nothing but the tokens before it, of all rows.
 
     Args:
       drafts: of the batch.
@@ -239,7 +249,7 @@ def speculative_loop(
     The batch is inside the loop: a vmapped `while_loop` would copy the cache in every step.
     `widths` are the tokens of the compiled verification passes, ascending, K + 1 the last; each
     cycle takes the narrowest that holds its drafts, so a cycle without any costs a plain step. A
-    controller may shorten them before.
+    controller may end drafts before they are long, and shorten what was drafted at once.
     `sampling` and the request `keys` have the batch axis; both are None in the greedy mode.
     """
     model = nnx.merge(graphdef, params)
@@ -247,10 +257,12 @@ def speculative_loop(
     def body(state: SpeculativeState) -> SpeculativeState:
         rows, cache = state.rows, state.cache
         noise = None if keys is None else Noise(keys, rows.length - 1)
+        controller_state, most, least_q = state.controller_state, None, None
+        if controller is not None:
+            most, least_q = controller.plan(controller_state, rows.room), controller.least_q
         draft, drafter_state = jax.vmap(
-            functools.partial(propose, drafter, drafter_params, params, rule)
-        )(rows, cache, state.drafter_state, sampling, noise)
-        controller_state = state.controller_state
+            functools.partial(propose, drafter, drafter_params, params, rule, least_q=least_q)
+        )(rows, cache, state.drafter_state, sampling, noise, most)
         if controller is not None:
             wanted = controller(controller_state, draft, rows.running)
             draft = shortened(draft, wanted, widths)

@@ -15,8 +15,10 @@ from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.noise import Noise
 from specjax.sampling import Sampling, argmax, log_probs, sample
 from specjax.trees import DynamicTree, Tree
-from specjax.types import Draft
+from specjax.types import Context, Draft
 
+# scratch → (logits [V] after the anchor, scratch with the rows of the first pass)
+FirstPass = Callable[[Any], tuple[jax.Array, Any]]
 # (tokens [n], positions [n], scratch, mask [n, slots], slots of their parents [n])
 # → (logits [n, V] after each, scratch with their rows in the next n slots)
 Forward = Callable[
@@ -79,22 +81,40 @@ def chain_mask(slots: jax.Array, masked_slots: jax.Array) -> jax.Array:
     return ((every <= slots[:, None]) & ~masked_slots) | (every == slots[:, None])
 
 
+@jax.custom_batching.custom_vmap
+def any_row(flag: jax.Array) -> jax.Array:
+    """Whether a flag, `[]` bool, holds in any row of the vmapped batch; alone it is the flag itself.
+
+    The answer has no batch axis. So a loop or branch that it decides stays one for the whole batch:
+    with a flag of each row, vmap would take both branches, and select between old and new carry row by
+    row in every step.
+    """
+    return flag
+
+
+@any_row.def_vmap
+def _(batch: int, batched: list[bool], flag: jax.Array) -> tuple[jax.Array, bool]:
+    return flag.any(axis=0), False
+
+
 def draft(
-    logits: jax.Array,
+    first_pass: FirstPass,
     scratch: Any,
     forward: Forward,
     position: jax.Array,
     tree: Tree | DynamicTree,
-    sampling: Sampling | None,
+    context: Context,
     noise: Noise | None,
     *,
     first: int,
+    vocab_size: int,
     masked_slots: jax.Array,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Draft, Any]:
     """Drafts a chain or a tree, each token from the logits after its parent.
 
-    Of a dynamic tree `dynamic_tree.draft` says how; this is about the others.
+    Of a dynamic tree `dynamic_tree.draft` says how; this is about the others. A chain ends where no row
+    of the batch asks for more, and takes no pass where none asks for anything; a tree is always whole.
 
     The rows of all passes go to a scratch and see their ancestors there, so that the cache is only
     read. Siblings are the likeliest tokens; with noise, those of the largest log q + Gumbel noise,
@@ -102,26 +122,33 @@ def draft(
     tokens before the first logits that are not finite are valid.
 
     Args:
-      logits: `[V]` after the anchor.
-      scratch: with the rows of the first pass; room for `scratch_size` slots.
+      first_pass: makes the logits after the anchor, and the rows that are missing for them.
+      scratch: as the first pass takes it; room for `scratch_size` slots.
       forward: the network.
-      position: `[]` int32, of the row that the logits were made at: the anchor's in a language model.
+      position: `[]` int32, of the row that the first logits are made at: the anchor's in a language
+        model.
       tree: what is drafted.
-      sampling: of this row.
+      context: of this row.
       noise: None for the likeliest tokens.
-      first: slots that the first pass took, the anchor's the last.
+      first: slots that are taken after the first pass, the anchor's the last.
+      vocab_size: V of the logits.
       masked_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
       vocabulary: whose tokens the logits are of; the target's by default.
     """
+    choose = functools.partial(_children, context.sampling, noise, vocabulary)
+    if tree == Tree.chain(tree.num_nodes):
+        return _draft_chain(
+            first_pass, scratch, forward, position, first, masked_slots, tree.num_nodes, choose,
+            vocab_size, context,
+        )  # fmt: skip
+    logits, scratch = first_pass(scratch)
     if isinstance(tree, DynamicTree):
         grown = dynamic_tree.draft(
-            logits, scratch, forward, position, tree, sampling, noise,
+            logits, scratch, forward, position, tree, context.sampling, noise,
             masked_slots=masked_slots, vocabulary=vocabulary,
         )  # fmt: skip
         return grown, scratch
-    draft_levels = _draft_chain if tree == Tree.chain(tree.num_nodes) else _draft_tree
-    choose = functools.partial(_children, sampling, noise, vocabulary)
-    return draft_levels(logits, scratch, forward, position, first, masked_slots, tree, choose)
+    return _draft_tree(logits, scratch, forward, position, first, masked_slots, tree, choose)
 
 
 def _children(
@@ -162,21 +189,51 @@ def _largest(scores: jax.Array, count: int) -> jax.Array:
     return argmax(scores)[None] if count == 1 else jax.lax.top_k(scores, count)[1]
 
 
-def _draft_chain(logits, scratch, forward, position, first, masked_slots, tree, choose):
-    """One token a level, in a scan."""
+def _draft_chain(
+    first_pass, scratch, forward, position, first, masked_slots, size, choose, vocab_size, context
+):
+    """One token a level, in a loop over the batch that ends when no row asks for more.
 
-    def step(carry, node):
-        token, scratch = carry
+    All rows take the steps of the one that asks for most. What the others get meanwhile is valid: it is
+    drawn from their own q, and that it is drawn was decided by tokens before it.
+    """
+    most = jnp.minimum(size if context.most is None else context.most, size)
+    root_of = functools.partial(choose, node=0, depth=0, count=1)
+
+    def asks_on(node, chosen):
+        token, log_q, finite = jax.tree.map(lambda x: x[0], chosen)
+        asks = finite & (node + 1 < most)
+        if context.least_q is not None and log_q is not None:
+            asks &= jnp.exp(log_q[token]) >= context.least_q
+        return asks
+
+    def begin(scratch):
+        logits, scratch = first_pass(scratch)
+        return root_of(logits), scratch
+
+    def skip(scratch):
+        shapes = jax.eval_shape(root_of, jax.ShapeDtypeStruct((vocab_size,), jnp.float32))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), scratch  # not finite
+
+    def step(carry):
+        node, asks, scratch, drafted = carry
         own = (first - 1 + node)[None]
         mask = chain_mask(own, masked_slots)
-        logits, scratch = forward(token, (position + node)[None], scratch, mask, own - 1)
+        token = drafted[0][node - 1]
+        logits, scratch = forward(token[None], (position + node)[None], scratch, mask, own - 1)
         chosen = choose(logits[0], node, node, 1)
-        return (chosen[0], scratch), chosen
+        drafted = jax.tree.map(
+            lambda xs, x: jax.lax.dynamic_update_slice_in_dim(xs, x, node, 0), drafted, chosen
+        )
+        return node + 1, asks & asks_on(node, chosen), scratch, drafted
 
-    root = choose(logits, 0, 0, 1)
-    (_, scratch), rest = jax.lax.scan(step, (root[0], scratch), jnp.arange(1, tree.num_nodes))
-    drafted, log_q, finite = jax.tree.map(lambda x, xs: jnp.concatenate([x, xs[:, 0]]), root, rest)
-    return Draft(drafted, log_q, _leading(finite)), scratch
+    root, scratch = jax.lax.cond(any_row(most > 0), begin, skip, scratch)
+    drafted = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype).at[0].set(x[0]), root)
+    carry = jnp.int32(1), asks_on(0, root), scratch, drafted
+    *_, scratch, (tokens, log_q, finite) = jax.lax.while_loop(
+        lambda carry: any_row(carry[1]), step, carry
+    )
+    return Draft(tokens, log_q, _leading(finite)), scratch
 
 
 def _draft_tree(logits, scratch, forward, position, first, masked_slots, tree, choose):

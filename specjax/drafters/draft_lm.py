@@ -60,7 +60,8 @@ class DraftLM(autoregressive.TreeDrafter):
     ```
 
     The first slot recomputes a row that may be there already; where n = 1 there is no such token,
-    and the slot is hidden. In a tree the nodes that have children follow, level by level.
+    and the slot is hidden. In a tree the nodes that have children follow, level by level. The pass
+    over these two is taken in every cycle, also where nothing is drafted: else rows would lack.
 
     Nothing is drafted where the drafting model's output is not finite: for the rest of the row if
     that happened in its prompt, else in that cycle and as long as its cache holds such rows.
@@ -129,8 +130,9 @@ class DraftLM(autoregressive.TreeDrafter):
             autoregressive.chain_mask(jnp.arange(2), masked_slots),
         )
         draft, scratch = autoregressive.draft(
-            model.head(hidden[-1:])[0], scratch, forward, before + 1, self.tree,
-            context.sampling, noise, first=2, masked_slots=masked_slots,
+            lambda scratch: (model.head(hidden[-1:])[0], scratch), scratch, forward, before + 1,
+            self.tree, context, noise, first=2, vocab_size=self.config.vocab_size,
+            masked_slots=masked_slots,
         )  # fmt: skip
         draft = dataclasses.replace(draft, num_valid=jnp.where(state.sound, draft.num_valid, 0))
         return draft, dataclasses.replace(state, rows=scratch.rows)
@@ -138,7 +140,11 @@ class DraftLM(autoregressive.TreeDrafter):
     def observe(
         self, params: PyTree, target_params: PyTree, state: DraftLMState, committed: Committed
     ) -> DraftLMState:
-        """Keeps the rows of the committed tokens, as far as the draft computed them."""
+        """Keeps the rows of the committed tokens, as far as the draft computed them.
+
+        Behind a draft that ended early one row more is written, of its last token, that nobody
+        computed: it is the token before the next anchor, whose row is not valid yet in any case.
+        """
         size = autoregressive.scratch_size(self.tree, 2)
         slots = jnp.asarray(autoregressive.slots_of(self.tree, 2))[committed.nodes]
         computed = (slots < size) & (jnp.arange(slots.shape[0]) < committed.count)

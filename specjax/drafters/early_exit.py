@@ -73,17 +73,17 @@ class EarlyExit(autoregressive.TreeDrafter, Stateless):
         )
         size = autoregressive.scratch_size(self.tree, 1)
         masked_slots = jnp.zeros(size, bool)
-        own = jnp.zeros(1, jnp.int32)
-        logits, scratch = forward(
-            context.tokens[start][None],
-            start[None],
-            Scratch.empty(shallow, size, self.dtype),
-            autoregressive.chain_mask(own, masked_slots),
-            own - 1,
-        )
+
+        def first_pass(scratch):
+            own = jnp.zeros(1, jnp.int32)
+            mask = autoregressive.chain_mask(own, masked_slots)
+            anchor = context.tokens[start][None]
+            logits, scratch = forward(anchor, start[None], scratch, mask, own - 1)
+            return logits[0], scratch
+
         draft, _ = autoregressive.draft(
-            logits[0], scratch, forward, start, self.tree, context.sampling, noise,
-            first=1, masked_slots=masked_slots,
+            first_pass, Scratch.empty(shallow, size, self.dtype), forward, start, self.tree, context,
+            noise, first=1, vocab_size=self.config.vocab_size, masked_slots=masked_slots,
         )  # fmt: skip
         return draft, state
 

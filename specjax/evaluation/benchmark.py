@@ -344,7 +344,8 @@ def cycle_seconds(
 ) -> dict[int, float]:
     """How long a cycle of the batch takes that verifies w tokens a row, by w; medians, in turn.
 
-    They are what a controller is told of its costs: every width that it may choose is there.
+    They are what a controller is told of its costs: every width that it may choose is there. A drafter
+    that takes its tokens one after the other drafts w − 1 of them, as it would for the controller.
 
     Args:
       as in `breakdown`.

@@ -168,8 +168,9 @@ class Eagle3(autoregressive.TreeDrafter):
         hidden = jnp.zeros((size, self.config.hidden_size), self.dtype).at[0].set(state.hidden)
         scratch = DraftRows(dataclasses.replace(empty, slot=jnp.int32(1)), hidden)
         draft, _ = autoregressive.draft(
-            model.head(state.hidden), scratch, forward, position, self.tree, context.sampling,
-            noise, first=1, masked_slots=jnp.arange(size) == 0, vocabulary=self.vocabulary,
+            lambda scratch: (model.head(state.hidden), scratch), scratch, forward, position,
+            self.tree, context, noise, first=1, vocab_size=self.config.vocab_size,
+            masked_slots=jnp.arange(size) == 0, vocabulary=self.vocabulary,
         )  # fmt: skip
         ready = state.sound & (context.length > 1)
         return dataclasses.replace(draft, num_valid=jnp.where(ready, draft.num_valid, 0)), state
