@@ -12,7 +12,7 @@ from flax import nnx
 
 from specjax.drafters import NGram
 from specjax.models.cache import KVCache
-from specjax.models.transformer import causal_mask
+from specjax.models.transformer import Transformer, causal_mask
 from specjax.types import Draft
 
 PROMPTS = [
@@ -89,3 +89,20 @@ def lookup(tokens, drafter):
                     text.append(text[end + 1 + k])
                 return text[len(tokens) :]
     return []
+
+
+def count_draft_passes(monkeypatch):
+    """Two lists: one entry a pass that `early_exit` takes, and one a pass of any network traced.
+
+    What is compiled already is not counted: take sizes that nobody else has.
+    """
+    taken, traced, call = [], [], Transformer.__call__
+
+    def counted(self, tokens, *rest, **options):
+        traced.append(tokens.shape)
+        if options.get("depth") is not None:
+            jax.debug.callback(lambda: taken.append(1))
+        return call(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(Transformer, "__call__", counted)
+    return taken, traced

@@ -10,22 +10,26 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax import drafters
 from specjax.decoding.controllers import (
     ConfidenceThreshold,
     Fixed,
     Heuristic,
     Optimal,
+    Planning,
     PrefixScheduler,
     Threshold,
 )
 from specjax.decoding.speculative import shortened, widths_for
+from specjax.drafters import autoregressive
+from specjax.sampling import Sampling
 from specjax.trees import Tree
-from specjax.types import Draft
+from specjax.types import Context, Draft
 from specjax.verification import RULES, cases
 from specjax.verification.enumeration import DraftLaw, exact, number
 from specjax.verification.law import law_of_rule
 from tests.drafters.test_transformer_drafters import joint_law_statistic
-from tests.fakes import PROMPTS, reference_text
+from tests.fakes import PROMPTS, count_draft_passes, reference_text
 
 
 def drafts_of(confidence, num_valid=None):
@@ -234,21 +238,108 @@ def test_exact_law(rule, row_beside, controller):
     assert len(lengths) > 1  # it depends on the draft
 
 
-@pytest.mark.parametrize(("dropped", "low", "high"), [(False, 0, 1e-12), (True, 0.01, 1)])
-def test_the_token_that_a_threshold_stops_at_must_stay(dropped, low, high):
-    vocab, tree = 3, Tree.chain(3)
-    target, drafter = cases.tables("random", vocab, 4)
-    decide = jax.jit(lambda drafts: Threshold(jnp.float32(0.4))((), drafts, jnp.ones(1, bool)))
+class Forced:
+    """Noise under which the drawn tokens are the given ones, wherever they are possible."""
+
+    coupled = False
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def draft_gumbel(self, node, depth, vocab_size):
+        return jnp.where(jnp.arange(vocab_size) == self.tokens[node], 1e6, 0.0)
+
+
+def cycle_of(controller, state, table, beside):
+    """For `enumeration.exact`: what the loop drafts token by token of a row beside another one.
+
+    The scratch of a drafter that is a table is the number of its context.
+
+    Args:
+      controller, state: before the cycle.
+      table: `[contexts, V]`.
+      beside: drafted tokens of the other row, whose text is empty; None where it has ended.
+
+    Returns:
+      A function of a row's context and its drafted tokens, to how many of them are verified.
+    """
+    depth, vocab = 3, table.shape[1]
+    logits = jnp.log(jnp.asarray(table, jnp.float32))
+    room = jnp.array([depth, 0 if beside is None else depth])
+
+    def one(context, tokens, most):
+        def forward(tokens, positions, context, mask, parents):
+            context = context * vocab + 1 + tokens[0]
+            return logits[context][None], context
+
+        asked = Context(None, None, None, Sampling(jnp.float32(1)), most, controller.least_q)
+        draft, _ = autoregressive.draft(
+            lambda context: (logits[context], context), context, forward, jnp.int32(0),
+            Tree.chain(depth), asked, Forced(tokens),
+            first=1, vocab_size=vocab, masked_slots=jnp.zeros(depth, bool),
+        )  # fmt: skip
+        return draft
+
+    @jax.jit
+    def cycle(contexts, tokens):
+        drafts = jax.vmap(one)(contexts, tokens, controller.plan(state, room))
+        fitting = jnp.minimum(drafts.num_valid, room)
+        drafts = dataclasses.replace(drafts, num_valid=fitting)
+        return shortened(drafts, controller(state, drafts, room > 0), (1, 2, 4)), drafts
 
     def num_valid(context, tokens):
-        rows = [drafter[number((*context, *tokens[:j]), vocab)] for j in range(3)]
-        log_q = jnp.log(jnp.asarray([rows], jnp.float32))
-        verified = int(decide(Draft(jnp.asarray([tokens]), log_q, jnp.full(1, 3)))[0])
-        unsure = rows[verified - 1][tokens[verified - 1]] < 0.4
-        return verified - (dropped and unsure)
+        contexts = jnp.array([number(context, vocab), 0])
+        verified, drafts = cycle(contexts, jnp.array([tokens, beside or tokens]))
+        count = int(drafts.num_valid[0])
+        assert drafts.tokens[0, :count].tolist() == list(tokens[:count])
+        return int(verified.num_valid[0])
+
+    return num_valid
+
+
+NOTHING = jnp.zeros(3), jnp.zeros(3)  # is what `Optimal` knows at first: α is ½
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    ("controller", "state", "beside", "lengths"),
+    [
+        (Fixed(jnp.int32(2)), (), None, {2}),
+        (Heuristic(jnp.int32(1)), (jnp.array([1, 2]), jnp.int32(3)), None, {1}),
+        (Heuristic(jnp.int32(1)), (jnp.array([1, 2]), jnp.int32(3)), (0, 0, 0), {2}),
+        (Optimal.of({1: 1.0, 2: 1.2, 4: 2.0}), NOTHING, (0, 0, 0), {1}),
+        (Threshold(jnp.float32(0.4)), (), None, {1, 2, 3}),
+        (Threshold(jnp.float32(0.4)), (), (0, 1, 2), {2, 3}),
+    ],
+    ids=["fixed", "heuristic", "heuristic beside", "optimal", "threshold", "threshold beside"],
+)
+def test_exact_law_of_what_is_drafted_token_by_token(rule, controller, state, beside, lengths):
+    target, drafter = cases.tables("random", 3, 4)
+    verified = cycle_of(controller, state, drafter, beside)
+    found = set()
+
+    def watched(context, tokens):
+        found.add(verified(context, tokens))
+        return verified(context, tokens)
+
+    drafts = DraftLaw(drafter, Tree.chain(3))
+    result = exact(law_of_rule(RULES[rule]), target, drafts, num_valid=watched)
+    assert result.total_variation <= 1e-12
+    assert found == lengths
+
+
+@pytest.mark.parametrize(("dropped", "low", "high"), [(False, 0, 1e-12), (True, 0.01, 1)])
+def test_the_token_that_a_threshold_stops_at_must_stay(dropped, low, high):
+    target, drafter = cases.tables("random", 3, 4)
+    verified = cycle_of(Threshold(jnp.float32(0.4)), (), drafter, None)
+
+    def num_valid(context, tokens):
+        count = verified(context, tokens)
+        last = drafter[number((*context, *tokens[: count - 1]), 3)][tokens[count - 1]]
+        return count - (dropped and last < 0.4)
 
     law = law_of_rule(RULES["token"])
-    result = exact(law, target, DraftLaw(drafter, tree), num_valid=num_valid)
+    result = exact(law, target, DraftLaw(drafter, Tree.chain(3)), num_valid=num_valid)
     assert low <= result.total_variation <= high
 
 
@@ -339,6 +430,101 @@ def test_joint_law_of_two_tokens_in_the_real_loop(tiny, drafter, rule):
     scheduler = PrefixScheduler.of(COSTS)
     statistic, limit = joint_law_statistic(tiny, drafter, rule=rule, controller=scheduler)
     assert statistic < limit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class InTurn(Planning):
+    """Given lengths, one after the other."""
+
+    lengths: jax.Array
+
+    def init_state(self, batch, num_draft_tokens):
+        return jnp.int32(0)
+
+    def plan(self, state, room):
+        return jnp.minimum(self.lengths[state % len(self.lengths)], room)
+
+    def observe(self, state, accepted, drafted):
+        return state + 1
+
+
+TOKEN_BY_TOKEN = {
+    "fixed": Fixed(jnp.int32(2)),
+    "heuristic": Heuristic(jnp.int32(1)),
+    "optimal": Optimal.of(COSTS),
+    "in turn": InTurn(jnp.array([0, 2, 1, 0, 0, 3])),
+}
+
+
+def token_by_token(target, name):
+    return {
+        "early_exit": lambda: drafters.early_exit(target, 2, 3),
+        "draft_lm": lambda: drafters.draft_lm(target, target, 3),
+        "eagle3": lambda: drafters.eagle3.from_config(
+            target, 0, np.ones(61), taps=(0, 1), num_draft_tokens=3
+        ),
+    }[name]()
+
+
+def assert_plain(target, drafter, name, **options):
+    """Rows that end at different times, one of them at a stop token."""
+    prompts, stop = PROMPTS[:3], reference_text(target, PROMPTS[2], 13)[-1]
+    options |= {"max_new_tokens": [5, 30, 30], "stop_tokens": [stop]}
+    plain = specjax.decode(target, None, prompts, **options)
+    result = specjax.decode(target, drafter, prompts, controller=TOKEN_BY_TOKEN[name], **options)
+    assert [x.tolist() for x in result.tokens] == [x.tolist() for x in plain.tokens]
+    assert result.stop_reason == plain.stop_reason
+    return result
+
+
+FAST = [("early_exit", "heuristic"), ("draft_lm", "in turn")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=() if (kind, name) in FAST else pytest.mark.slow)
+        for kind in ("early_exit", "draft_lm", "eagle3")
+        for name in TOKEN_BY_TOKEN
+    ],
+)
+def test_greedy_text_of_short_drafts_is_plain_text(tiny, kind, name):
+    result = assert_plain(tiny, token_by_token(tiny, kind), name)
+    assert specjax.StopReason.EOS in result.stop_reason
+    assert len(set(np.concatenate(result.drafted).tolist())) > 1
+    if kind == "draft_lm":  # the target itself: its cache has no hole behind drafts of any length
+        np.testing.assert_array_equal(*map(np.concatenate, (result.accepted, result.drafted)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ("early_exit", "draft_lm", "eagle3") for name in TOKEN_BY_TOKEN],
+)
+def test_gumbel_text_of_short_drafts_is_plain_samplings_text(tiny, kind, name):
+    options = {"temperature": 0.8, "key": jax.random.key(0), "rule": "gumbel"}
+    assert_plain(tiny, token_by_token(tiny, kind), name, **options)
+
+
+def test_a_pass_is_taken_for_every_drafted_token_and_no_other(tiny, monkeypatch):
+    taken, traced = count_draft_passes(monkeypatch)
+    loaded, sizes = drafters.early_exit(tiny, 1, 3), []
+    options = {"max_new_tokens": [9, 20], "stop_tokens": [], "max_len": 90}
+    for controller in (None, Fixed(jnp.int32(0)), Fixed(jnp.int32(2)), Fixed(jnp.int32(9))):
+        result = specjax.decode(tiny, loaded, PROMPTS[2:4], controller=controller, **options)
+        jax.effects_barrier()
+        if controller is None:
+            # A prefill chunk, the first pass and the step of the draft, two widths.
+            assert sorted(traced) == [(1,), (1,), (1,), (4,), (32,)]
+        cycles = max(map(len, result.drafted))
+        drafted = [np.pad(row, (0, cycles - len(row))) for row in result.drafted]
+        assert len(taken) == np.max(drafted, axis=0).sum()
+        sizes.append((len(taken), cycles))
+        del taken[:]
+    whole, none, two, more = (passes / cycles for passes, cycles in sizes)
+    assert none == 0 and 0 < two <= 2 < whole == more
+    assert len(traced) == 5 + 2 + 3  # one program for all of `Fixed`: draft and three widths
 
 
 def test_what_is_verified_is_what_confidence_asks_for(tiny, drafter):

@@ -22,6 +22,7 @@ from specjax.noise import Noise
 from specjax.sampling import Sampling
 from specjax.types import Draft, Rule
 from specjax.verification import RULES, greedy
+from tests.fakes import count_draft_passes
 
 
 def exactly(seconds):
@@ -115,6 +116,20 @@ def test_sampling_reaches_every_part(tiny, monkeypatch):
     assert 1 < result.tau <= 3
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
         breakdown(tiny, NGram(2), (), greedy, temperature=-1)
+
+
+@pytest.mark.slow
+def test_a_narrow_cycle_drafts_little(tiny, monkeypatch):
+    """The costs that a controller is told hold a draft of w − 1 tokens for every width w."""
+    taken, _ = count_draft_passes(monkeypatch)
+    loaded = drafters.early_exit(tiny, 1, 2)
+    steps, repeats = 3, 1
+    seconds = benchmark.cycle_seconds(
+        tiny, loaded.drafter, (), greedy, batch=2, max_len=64, steps=steps, repeats=repeats
+    )
+    jax.effects_barrier()
+    assert list(seconds) == [1, 2, 3]
+    assert len(taken) == steps * (repeats + 1) * (0 + 1 + 2)
 
 
 @pytest.mark.slow
