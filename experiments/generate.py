@@ -3,11 +3,13 @@
   python -m experiments.generate --target=smollm2 --drafter=ngram --prompt="Why is the sky blue?"
 
 `--compare` also decodes plainly and reports speed-up and whether the text is the same;
-`--transcript` colours each token by its origin; `--json=FILE` writes all figures.
+`--transcript` colours each token by its origin, `--html=FILE` writes that as a page which also tells of
+every token its cycle, draft and confidence; `--json=FILE` writes all figures.
 """
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from rich.text import Text
 import specjax
 from experiments import drafts, launch
 from specjax.evaluation.compare import Comparison, compare
+from specjax.evaluation.html_transcript import html_transcript
 from specjax.evaluation.identity import worst
 from specjax.evaluation.transcript import legend
 from specjax.models.target import Target
@@ -42,6 +45,7 @@ _REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each with --compare, after one that compiles.", lower_bound=1
 )
 _TRANSCRIPT = flags.DEFINE_bool("transcript", False, "Colour each token by its origin.")
+_HTML = flags.DEFINE_string("html", None, "HTML file to write the transcripts to.")
 _JSON = launch.define_json()
 
 
@@ -50,7 +54,8 @@ def main() -> None:
     launch.require(target=_TARGET.value, prompt=_PROMPTS.value)
     if _DRAFTER.value == "none" and (_COMPARE.value or _TRANSCRIPT.value):
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
-    launch.check_writable(_JSON.value)
+    for path in (_HTML.value, _JSON.value):
+        launch.check_writable(path)
     target = launch.load_target(_TARGET.value)
     drafter = drafts.load_drafter(
         _DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
@@ -71,6 +76,10 @@ def main() -> None:
             result, comparison = answer(target, drafter, index, prompt, options, report)
         show(prompt, result, comparison)
         answers.append((result, comparison))
+    if _HTML.value:
+        pooled = DecodeResult.pooled([result for result, _ in answers])
+        page = html_transcript(pooled, title=f"{target.name}, {_DRAFTER.value}")
+        pathlib.Path(_HTML.value).write_text(page, "utf-8")
     launch.write_json(_JSON.value, summary(target, answers))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,50 @@ class Origin(enum.Enum):
     UNDRAFTED = "default"  # the target's, in a cycle without a draft
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a new token stands in the cycles of its row.
+
+    Attributes:
+      origin: where it came from.
+      cycle: which, from 1.
+      draft: its position in the cycle's draft, from 1; the target's own token is one behind those
+        that were accepted.
+      accepted, drafted: of the cycle, as `specjax.metrics` defines them.
+      confidence: of the draft at this position, the token itself or the one it corrects; None where
+        there was no draft, or the drafter tells none.
+    """
+
+    origin: Origin
+    cycle: int
+    draft: int
+    accepted: int
+    drafted: int
+    confidence: float | None
+
+
+def places(result: DecodeResult, row: int = 0) -> list[Place]:
+    """The place of each new token of a row."""
+    told = []
+    columns = result.accepted[row], result.drafted[row], result.committed[row]
+    cycles = zip(*(column.tolist() for column in columns), result.confidence[row], strict=True)
+    for cycle, (accepted, drafted, committed, confidence) in enumerate(cycles, start=1):
+        for draft in range(1, committed + 1):
+            if draft <= accepted:
+                origin = Origin.ACCEPTED
+            elif not drafted:
+                origin = Origin.UNDRAFTED
+            else:
+                origin = Origin.BONUS if accepted == drafted else Origin.CORRECTED
+            known = draft <= min(drafted, len(confidence))
+            sure = float(confidence[draft - 1]) if known else None
+            told.append(Place(origin, cycle, draft, accepted, drafted, sure))
+    return told
+
+
 def origins(result: DecodeResult, row: int = 0) -> list[Origin]:
     """The origin of each new token of a row."""
-    told = []
-    counts = result.accepted[row], result.drafted[row], result.committed[row]
-    for accepted, drafted, committed in zip(*counts, strict=True):
-        told += [Origin.ACCEPTED] * int(accepted)
-        if committed > accepted:
-            if not drafted:
-                told.append(Origin.UNDRAFTED)
-            else:
-                told.append(Origin.BONUS if accepted == drafted else Origin.CORRECTED)
-    return told
+    return [place.origin for place in places(result, row)]
 
 
 def transcript(result: DecodeResult, row: int = 0) -> Text:

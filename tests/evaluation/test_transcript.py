@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import specjax
 from specjax import DecodeResult, StopReason
-from specjax.evaluation.transcript import Origin, legend, origins
+from specjax.evaluation.transcript import Origin, Place, legend, origins, places
 from tests.models.test_tokenizer import PIECES, sentencepiece
 
 
@@ -28,6 +30,23 @@ def test_origins():
     assert origins(result(range(9), CYCLES)) == [
         accepted, accepted, corrected, accepted, accepted, bonus, undrafted, corrected, accepted,
     ]  # fmt: skip
+
+
+def test_places():
+    accepted, corrected, bonus, undrafted = Origin
+    done = result(range(9), CYCLES)
+    assert places(done)[1:4] == [
+        Place(accepted, 1, 2, 2, 3, None),
+        Place(corrected, 1, 3, 2, 3, None),
+        Place(accepted, 2, 1, 2, 2, None),
+    ]
+    sure = [np.arange(15).reshape(5, 3) / 16]
+    told = places(dataclasses.replace(done, confidence=sure))
+    # The bonus token (after 2 of 2) and the undrafted one have no draft, though a third was told of.
+    expected = [0, 1, 2, 3, 4, None, None, 9, 12]
+    assert [x.confidence for x in told] == [x if x is None else x / 16 for x in expected]
+    assert told[5] == Place(bonus, 2, 3, 2, 2, None)
+    assert told[6] == Place(undrafted, 3, 1, 0, 0, None)
 
 
 def test_origins_of_a_real_run_match_its_counts(tiny):

@@ -12,6 +12,7 @@ import pytest
 
 import specjax
 from tests.checkpoints.test_load import changed_copy, write_gguf
+from tests.evaluation.test_html_transcript import read
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +20,12 @@ def generate(run):
     return functools.partial(run, "generate")
 
 
-def test_compare_transcript_and_json(generate, model, tmp_path):
-    out = tmp_path / "figures.json"
+def test_compare_transcript_page_and_json(generate, model, tmp_path):
+    out, page = tmp_path / "figures.json", tmp_path / "page.html"
     done = generate(
         f"--target={model}", "--drafter=ngram", "--prompt=he he", "--prompt=abab",
         "--num_draft_tokens=3", "--max_new_tokens=24", "--compare", "--repeats=1", "--transcript",
-        f"--json={out}",
+        f"--json={out}", f"--html={page}",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(out.read_text())
@@ -35,8 +36,12 @@ def test_compare_transcript_and_json(generate, model, tmp_path):
     assert figures["tau"] == tokens / sum(answer["target_passes"] for answer in answers)
     speeds = [answer["speedup"] for answer in answers]
     assert min(speeds) - 1e-9 <= figures["speedup"] <= max(speeds) + 1e-9
-    expected = specjax.decode(specjax.load_target(model), None, "abab", max_new_tokens=24)
+    target = specjax.load_target(model)
+    expected = specjax.decode(target, None, "abab", max_new_tokens=24)
     assert answers[1]["tokens"] == expected.tokens[0].tolist()
+    assert read(page.read_text("utf-8")).answers == [
+        target.tokenizer.decode(answer["tokens"]) for answer in answers
+    ]
     assert "accepted  corrected  bonus" in done.stdout
     assert f"speed-up {speeds[1]:.2f}×, identical: yes" in done.stdout
 
@@ -83,6 +88,7 @@ def test_equal_prompts_are_sampled_each_with_its_own_coins(generate, model, tmp_
             ["--target=MODEL", "--prompt=a", "--json=/no/such/x"],
             "/no/such/x",
         ),
+        (["--target=MODEL", "--prompt=a", "--html=/no/such/y"], "/no/such/y"),
     ],
 )
 def test_mistakes_are_one_line(generate, model, arguments, message):
