@@ -5,7 +5,8 @@ r"""Makes the confidence of a DSpark drafter true, and writes it with the temper
 
 The prompts are decoded, the cycles of every other one fitted, and the table is about the rest, which
 were not: how far predicted survival is from what survives (expected calibration error), before
-and after. Take prompts that are in no evaluation.
+and after. `--plot=FILE.png` draws the bins of that error, a reliability diagram for each draft. Take
+prompts that are in no evaluation.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import specjax
 from experiments import drafts, launch
 from specjax.drafters import export
 from specjax.drafters.dspark import DSpark, calibration
+from specjax.drafters.dspark.calibration import Reliability
+from specjax.evaluation import plots
 from specjax.evaluation.prompts import read_prompts
 from specjax.types import DecodeResult, LoadedDrafter
 
@@ -37,14 +40,16 @@ _SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Prompts decoded together.", lower_bound=1)
 _JSON = launch.define_json()
+_PLOT = launch.define_plot()
 
 
 def main() -> None:
-    """Decodes, fits, prints the table, writes."""
+    """Decodes, fits, prints the table, writes, draws."""
     launch.require(
         target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value, out=_OUT.value
     )
     launch.check_writable(_JSON.value)
+    launch.check_writable(_PLOT.value)
     target = launch.load_target(_TARGET.value)
     loaded = drafts.load_drafter(_DRAFTER.value, target, None, [])
     if not isinstance(loaded, LoadedDrafter) or not isinstance(loaded.drafter, DSpark):
@@ -76,7 +81,8 @@ def main() -> None:
             results.append(specjax.decode(target, loaded, batch, **options))
     result = DecodeResult.pooled(results)
     fitted = calibration.fit_temperatures(*cycles(result, slice(0, None, 2)))
-    rows = table(fitted, *cycles(result, slice(1, None, 2)))
+    diagrams = diagrams_of(fitted, *cycles(result, slice(1, None, 2)))
+    rows = table(fitted, diagrams)
     show(rows)
     drafter = dataclasses.replace(raw, confidence_temperatures=tuple(fitted.tolist()))
     export(dataclasses.replace(loaded, drafter=drafter), target, pathlib.Path(_OUT.value))
@@ -90,6 +96,8 @@ def main() -> None:
         **launch.machine(),
     }
     launch.write_json(_JSON.value, {"settings": settings, "rows": rows})
+    if _PLOT.value:
+        plots.reliability(_PLOT.value, diagrams)
 
 
 def cycles(result: DecodeResult, prompts: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -98,33 +106,46 @@ def cycles(result: DecodeResult, prompts: slice) -> tuple[np.ndarray, np.ndarray
     return tuple(np.concatenate(column[prompts]) for column in columns)
 
 
-def table(
+def diagrams_of(
     temperatures: np.ndarray, confidence: np.ndarray, accepted: np.ndarray, drafted: np.ndarray
-) -> list[dict[str, Any]]:
-    """What is predicted and what survives, slot by slot, on cycles that were not fitted."""
-    ones = np.ones_like(temperatures)
+) -> list[tuple[Reliability, Reliability]]:
+    """Predicted against counted survival, before and after, draft by draft."""
     before, after = (
-        calibration.predicted_survival(confidence, scale) for scale in (ones, temperatures)
+        calibration.predicted_survival(confidence, scale)
+        for scale in (np.ones_like(temperatures), temperatures)
     )
-    rows = []
-    for slot, temperature in enumerate(temperatures.tolist()):
+    diagrams = []
+    for slot in range(len(temperatures)):
         tried = drafted > slot
         survived = accepted[tried] > slot
+        diagrams.append(
+            tuple(calibration.reliability(x[tried, slot], survived) for x in (before, after))
+        )
+    return diagrams
+
+
+def table(
+    temperatures: np.ndarray, diagrams: list[tuple[Reliability, Reliability]]
+) -> list[dict[str, Any]]:
+    """The diagrams in figures, of cycles that were not fitted."""
+    rows = []
+    slots = zip(temperatures.tolist(), diagrams, strict=True)
+    for draft, (temperature, (before, after)) in enumerate(slots, start=1):
+        figures = {
+            "survived": before.mean_happened,
+            "predicted_before": before.mean_predicted,
+            "error_before": before.error,
+            "predicted_after": after.mean_predicted,
+            "error_after": after.error,
+        }
         rows.append(
             {
-                "draft": slot + 1,
-                "cycles": int(tried.sum()),
-                "survived": float(survived.mean()) if tried.any() else None,
+                "draft": draft,
+                "cycles": int(before.count.sum()),
                 "temperature": temperature,
+                **dict(zip(figures, launch.listed(figures.values()), strict=True)),
             }
         )
-        for name, predicted in (("before", before), ("after", after)):
-            values = predicted[tried, slot]
-            known = tried.any()
-            rows[-1] |= {
-                f"predicted_{name}": float(values.mean()) if known else None,
-                f"error_{name}": calibration.calibration_error(values, survived) if known else None,
-            }
     return rows
 
 

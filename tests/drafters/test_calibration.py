@@ -31,10 +31,10 @@ def test_scaling_finds_the_temperatures():
     fresh, accepted = rounds(rng, 40_000, 3, distortion)
     for slot in range(3):
         survived = accepted > slot
-        before = calibration.calibration_error(np.cumprod(fresh, axis=1)[:, slot], survived)
-        after = calibration.calibration_error(
+        before = calibration.reliability(np.cumprod(fresh, axis=1)[:, slot], survived).error
+        after = calibration.reliability(
             calibration.predicted_survival(fresh, found)[:, slot], survived
-        )
+        ).error
         assert after < 0.015 < 0.04 < before
 
 
@@ -44,12 +44,23 @@ def test_true_confidence_is_left_alone():
     assert np.all(np.abs(np.log2(found)) <= 0.25)
 
 
-def test_calibration_error_by_hand():
+def test_reliability_by_hand():
     told = np.array([0.11, 0.12, 0.93, 0.94, 1.0])
     happened = np.array([False, True, True, True, False])
-    # Bins of width 1/2: 0.115 told and ½ happened; 0.9567 told and 2/3 happened.
+    # Bins of width 1/4, two of them empty: 0.115 told and ½ happened; 0.9567 told and 2/3 happened.
+    found = calibration.reliability(told, happened, bins=4)
+    np.testing.assert_allclose(found.predicted, [0.115, 2.87 / 3])
+    np.testing.assert_allclose(found.happened, [1 / 2, 2 / 3])
+    np.testing.assert_array_equal(found.count, [2, 3])
     expected = 2 / 5 * abs(0.115 - 0.5) + 3 / 5 * abs(2.87 / 3 - 2 / 3)
-    assert calibration.calibration_error(told, happened, bins=2) == pytest.approx(expected)
+    assert found.error == pytest.approx(expected)
+    assert found.mean_predicted == pytest.approx(told.mean())
+    assert found.mean_happened == pytest.approx(3 / 5)
+
+
+def test_reliability_of_nothing_is_nan_not_zero():
+    found = calibration.reliability(np.zeros(0), np.zeros(0, bool))
+    assert found.count.size == 0 and np.isnan([found.error, found.mean_predicted]).all()
 
 
 def test_only_cycles_that_had_the_draft_count():

@@ -37,31 +37,20 @@ def test_markdown():
     )
 
 
-def heights(monkeypatch, draw, *arguments):
+def heights(figure):
     """The bars of each axis of a plot."""
-    drawn = []
-    axes_of = plots._axes
-
-    def axes(count):
-        figure, axes = axes_of(count)
-        drawn.extend(axes)
-        return figure, axes
-
-    monkeypatch.setattr(plots, "_axes", axes)
-    draw(*arguments)
-    return [[bar.get_height() for bar in axis.patches] for axis in drawn], drawn
+    return [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
 
 
-def test_bars_are_the_figures(monkeypatch, tmp_path):
+def test_bars_are_the_figures(tmp_path):
     rows = [ROW, ROW | {"drafter": "other", "tau": 2.0, "speedup": 0.5}]
-    bars, _ = heights(monkeypatch, plots.evaluation, tmp_path / "a.png", rows)
-    assert bars == [[1.5, 2.0], [1.5, 0.5]]
+    figure = plots.evaluation(tmp_path / "a.png", rows)
+    assert heights(figure) == [[1.5, 2.0], [1.5, 0.5]]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_fight_shows_how_alpha_rose(monkeypatch, tmp_path):
+def test_the_fight_shows_how_alpha_rose(tmp_path):
     points = [{"minutes": 0.0, "held_out/alpha_1": 0.1}, {"minutes": 2.0, "held_out/alpha_1": 0.4}]
-    path = tmp_path / "b.png"
-    bars, (left, _, _) = heights(monkeypatch, plots.fight, path, {"a|b": points}, [ROW])
-    assert bars[1:] == [[1.5], [1.5]]
-    assert left.lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]
+    figure = plots.fight(tmp_path / "b.png", {"a|b": points}, [ROW])
+    assert heights(figure)[1:] == [[1.5], [1.5]]
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]

@@ -35,10 +35,11 @@ def prompts(tmp_path, count):
 
 @pytest.mark.slow
 def test_temperatures_are_written_with_the_drafter(run, model, folder, tmp_path):
-    out, figures = tmp_path / "calibrated", tmp_path / "out.json"
+    out, figures, plot = (tmp_path / name for name in ("calibrated", "out.json", "out.png"))
     done = run(
         "calibrate", f"--target={model}", f"--drafter={folder}", f"--out={out}", "--batch=2",
         f"--prompts={prompts(tmp_path, 4)}", "--max_new_tokens=24", f"--json={figures}",
+        f"--plot={plot}",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(figures.read_text())["rows"]
@@ -47,6 +48,7 @@ def test_temperatures_are_written_with_the_drafter(run, model, folder, tmp_path)
     assert [row["draft"] for row in rows] == [1, 2]
     for row in rows:
         assert 0 <= row["error_after"] <= 1 and row["cycles"] > 0
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
     again = run(
         "generate", f"--target={model}", f"--drafter={out}@2+scheduler", "--compare",
         "--prompt=he he", "--max_new_tokens=12", f"--json={figures}",

@@ -7,6 +7,8 @@ really survive. A drafter keeps them as `confidence_temperatures`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 # Of temperatures, 1/4…8, those near 1 first: among equals the one that changes least is chosen.
@@ -40,7 +42,7 @@ def fit_temperatures(
             raise ValueError(f"draft {slot + 1} was in play in none of {len(tried)} cycles")
         survived = accepted[tried] > slot
         products = [before * _sigmoid(logits[:, slot] / t) for t in GRID]
-        errors = [calibration_error(product[tried], survived) for product in products]
+        errors = [reliability(product[tried], survived).error for product in products]
         best = int(np.argmin(errors))
         chosen.append(GRID[best])
         before = products[best]
@@ -52,8 +54,44 @@ def predicted_survival(confidence: np.ndarray, temperatures: np.ndarray) -> np.n
     return np.cumprod(_sigmoid(_logits(confidence) / temperatures), axis=1)
 
 
-def calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -> float:
-    """Expected calibration error (Guo et al. 2017): mean |predicted − happened| over bins.
+class Reliability(NamedTuple):
+    """What was predicted against what happened, in bins; those that hold nothing are left out.
+
+    Attributes:
+      predicted: `[bins]`, the mean prediction of each.
+      happened: `[bins]`, how often it came true.
+      count: `[bins]`, predictions in each.
+    """
+
+    predicted: np.ndarray
+    happened: np.ndarray
+    count: np.ndarray
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error (Guo et al. 2017): mean |predicted − happened| of a prediction.
+
+        NaN where there was none, like the means.
+        """
+        return self._mean(np.abs(self.predicted - self.happened))
+
+    @property
+    def mean_predicted(self) -> float:
+        """Of all predictions."""
+        return self._mean(self.predicted)
+
+    @property
+    def mean_happened(self) -> float:
+        """How often any came true."""
+        return self._mean(self.happened)
+
+    def _mean(self, values: np.ndarray) -> float:
+        total = self.count.sum()
+        return float(values @ self.count / total) if total else float("nan")
+
+
+def reliability(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -> Reliability:
+    """The bins of the reliability diagram, over which the calibration error is a mean.
 
     Args:
       predicted: `[n]` probabilities.
@@ -61,8 +99,10 @@ def calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = B
       bins: how many, of equal width.
     """
     place = np.minimum((predicted * bins).astype(int), bins - 1)
-    inside = [place == bin_ for bin_ in np.unique(place)]
-    return float(sum(i.mean() * abs(predicted[i].mean() - happened[i].mean()) for i in inside))
+    count = np.bincount(place, minlength=bins)
+    held = count > 0
+    sums = (np.bincount(place, values, bins)[held] for values in (predicted, happened))
+    return Reliability(*(values / count[held] for values in sums), count[held])
 
 
 def _logits(confidence: np.ndarray) -> np.ndarray:
