@@ -36,7 +36,7 @@ from experiments import drafts, launch
 from specjax.decoding.controllers import Optimal, PrefixScheduler
 from specjax.distillation.data import fingerprint
 from specjax.drafters.draft_lm import DraftLM
-from specjax.evaluation import plots, tables
+from specjax.evaluation import kinds, plots, tables
 from specjax.evaluation.benchmark import costs
 from specjax.evaluation.identity import worst
 from specjax.evaluation.peer import Peer, transformers_peer
@@ -79,6 +79,9 @@ _PEER = flags.DEFINE_bool(
 _JSON = launch.define_json()
 _MARKDOWN = flags.DEFINE_string("markdown", None, "File to write the table to.")
 _PLOT = launch.define_plot()
+_ACCEPTANCE_PLOT = launch.define_plot(
+    "acceptance_plot", "PNG file of acceptance by position and by kind of token."
+)
 
 Drafters = dict[str, Drafter | LoadedDrafter | None]
 
@@ -86,7 +89,7 @@ Drafters = dict[str, Drafter | LoadedDrafter | None]
 def main() -> None:
     """Evaluates target after target, prints and writes what is there after every file of prompts."""
     launch.require(target=_TARGETS.value, prompts=_PROMPTS.value)
-    for path in (_JSON.value, _MARKDOWN.value, _PLOT.value):
+    for path in (_JSON.value, _MARKDOWN.value, _PLOT.value, _ACCEPTANCE_PLOT.value):
         launch.check_writable(path)
     files = {path: read_conversations(path, _LIMIT.value) for path in _PROMPTS.value}
     for what, names in (
@@ -108,6 +111,8 @@ def main() -> None:
         pathlib.Path(_MARKDOWN.value).write_text(text, "utf-8")
     if _PLOT.value:
         plots.evaluation(_PLOT.value, results.rows)
+    if _ACCEPTANCE_PLOT.value:
+        plots.acceptance(_ACCEPTANCE_PLOT.value, by_position_and_kind(results.rows))
 
 
 class Results:
@@ -246,6 +251,20 @@ def evaluate_target(source: str, files: Mapping[str, list[list[str]]], results: 
                     )
 
 
+def by_position_and_kind(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `plots.acceptance` draws of rows."""
+    told = {}
+    for row in rows:
+        name = f"{row['drafter']}, {pathlib.Path(row['prompts']).stem}"
+        name += f" (T {row['temperature']:g}, B {row['batch']}, {row['target']})"
+        counts = {
+            kind: kinds.Acceptance(count["accepted"], count["tried"], count["committed"])
+            for kind, count in (row["kinds"] or {}).items()
+        }
+        told[name] = np.array(row["alpha"], float), np.array(row["survival"], float), counts
+    return told
+
+
 def named(path: str, function: Any, *arguments: Any) -> Any:
     """What a function of a file's prompts returns; its errors begin with the file's name."""
     try:
@@ -356,7 +375,15 @@ def figures(
         "peer_speculative_tokens_per_second": peer_tokens_per_second(result.peer_speculative),
         "times_peer_speculative": result.times_peer_speculative,
         "controller_cycle_seconds": cycle_costs(controller),
+        "kinds": kinds_of(result),
     }
+
+
+def kinds_of(result: Evaluation) -> dict[str, Any] | None:
+    """Acceptance by kind of token, where there is a tokenizer to tell it."""
+    if result.speculative[0].tokenizer is None:
+        return None
+    return kinds.figures(kinds.acceptance(result.speculative))
 
 
 def cycle_costs(controller: Controller | None) -> dict[str, float] | None:

@@ -121,9 +121,9 @@ def define_json() -> flags.FlagHolder:
     return flags.DEFINE_string("json", None, "File to write the figures to.", module_name=MAIN)
 
 
-def define_plot() -> flags.FlagHolder:
-    """`--plot`."""
-    holder = flags.DEFINE_string("plot", None, "PNG file to draw.", module_name=MAIN)
+def define_plot(name: str = "plot", text: str = "PNG file to draw.") -> flags.FlagHolder:
+    """`--plot`, or another flag for a plot."""
+    holder = flags.DEFINE_string(name, None, text, module_name=MAIN)
     flags.register_validator(
         holder, lambda path: not path or path.endswith(".png"), "takes the name of a .png file"
     )

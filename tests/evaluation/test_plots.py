@@ -8,6 +8,7 @@ import pytest
 from specjax.drafters.dspark.calibration import reliability
 from specjax.evaluation import plots
 from specjax.evaluation.kinds import Acceptance, Kind
+from tests.evaluation.test_tables import ROW
 
 
 def is_png(path):
@@ -72,3 +73,22 @@ def test_reliability(tmp_path, drafts):
                 assert (value >= limits[0]).all() and (value <= limits[1]).all()
     names = [label.get_text() for label in figure.legends[0].get_texts()]
     assert [name.split()[0] for name in names] == ["before", "after"]
+
+
+def heights(figure):
+    """The bars of each axis of a plot."""
+    return [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+
+
+def test_bars_are_the_figures(tmp_path):
+    rows = [ROW, ROW | {"drafter": "other", "tau": 2.0, "speedup": 0.5}]
+    figure = plots.evaluation(tmp_path / "a.png", rows)
+    assert heights(figure) == [[1.5, 2.0], [1.5, 0.5]]
+    assert is_png(tmp_path / "a.png")
+
+
+def test_the_fight_shows_how_alpha_rose(tmp_path):
+    points = [{"minutes": 0.0, "held_out/alpha_1": 0.1}, {"minutes": 2.0, "held_out/alpha_1": 0.4}]
+    figure = plots.fight(tmp_path / "b.png", {"a|b": points}, [ROW])
+    assert heights(figure)[1:] == [[1.5], [1.5]]
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.evaluation import plots, tables
+from specjax.evaluation import tables
 
 ROW = {
     "target": "t", "temperature": 0.0, "batch": 1, "prompts": "one.jsonl", "num_prompts": 2,
@@ -35,22 +35,3 @@ def test_markdown():
     assert (
         tables.markdown(["a", "b"], [["1", "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |\n"
     )
-
-
-def heights(figure):
-    """The bars of each axis of a plot."""
-    return [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
-
-
-def test_bars_are_the_figures(tmp_path):
-    rows = [ROW, ROW | {"drafter": "other", "tau": 2.0, "speedup": 0.5}]
-    figure = plots.evaluation(tmp_path / "a.png", rows)
-    assert heights(figure) == [[1.5, 2.0], [1.5, 0.5]]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_fight_shows_how_alpha_rose(tmp_path):
-    points = [{"minutes": 0.0, "held_out/alpha_1": 0.1}, {"minutes": 2.0, "held_out/alpha_1": 0.4}]
-    figure = plots.fight(tmp_path / "b.png", {"a|b": points}, [ROW])
-    assert heights(figure)[1:] == [[1.5], [1.5]]
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]

@@ -37,11 +37,12 @@ def test_every_combination_and_going_on(run, model, tmp_path):
     """Two temperatures, two K, parts and two turns; a file of results is gone on with, once."""
     for name, text in (("one", '["abab", "he"]'), ("two", '["he he"]')):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"turns": {text}}}\n')
-    out, table, plot = (tmp_path / f"out.{ending}" for ending in ("json", "md", "png"))
+    out, table, plot, second = (tmp_path / x for x in ("out.json", "out.md", "out.png", "two.png"))
     arguments = [
         f"--target={model}", "--drafter=ngram", "--drafter=early_exit:1@3", "--turns=2", "--parts",
         "--num_draft_tokens=1", "--num_draft_tokens=2", "--temperature=0", "--temperature=1",
         "--max_new_tokens=8", f"--json={out}", f"--markdown={table}", f"--plot={plot}",
+        f"--acceptance_plot={second}",
     ]  # fmt: skip
     files = [f"--prompts={tmp_path}/{name}.jsonl" for name in ("one", "two")]
     done = run("evaluate", *arguments, *files)
@@ -58,6 +59,7 @@ def test_every_combination_and_going_on(run, model, tmp_path):
         assert row["predicted_speedup"] > 0 and row["cycle_ms"] == pytest.approx(
             row["draft_ms"] + row["verify_ms"] + row["overhead_ms"]
         )
+        assert sum(kind["committed"] for kind in row["kinds"].values()) > 0
         assert row["prediction_error"] == pytest.approx(
             row["predicted_speedup"] / row["speedup"] - 1
         )
@@ -66,7 +68,7 @@ def test_every_combination_and_going_on(run, model, tmp_path):
     ].keys()
     lines = table.read_text().splitlines()
     assert len(lines) == 2 + 12 + 2 and lines[-1].startswith("`python -m experiments.evaluate")
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG") and second.read_bytes().startswith(b"\x89PNG")
     # As it was after the first file of the second temperature: only the last is measured again.
     interrupted = whole | {"rows": whole["rows"][:9]}
     out.write_text(json.dumps(interrupted))
