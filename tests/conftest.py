@@ -30,6 +30,13 @@ TINY = ModelConfig(
 )
 
 
+def pytest_configure(config):
+    """The fast tests compile more than they compute: XLA optimises less there, unless told otherwise."""
+    if config.option.markexpr == "not slow":
+        less = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        os.environ.setdefault("XLA_FLAGS", less)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory):
     """Programs compiled once a run, by whichever process, even where a test clears jax's own caches."""
