@@ -30,8 +30,9 @@ from absl import flags
 import specjax
 from experiments import drafts, launch
 from specjax import metrics
-from specjax.distillation.data import fingerprint, read_lines
+from specjax.distillation.data import read_lines
 from specjax.models.target import Target
+from specjax.models.tokenizer import fingerprint
 from specjax.types import DecodeResult, StopReason
 
 _TARGET = launch.define_target()

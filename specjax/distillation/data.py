@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
+from specjax.models.tokenizer import fingerprint, template_hash
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -137,28 +139,6 @@ def read_lines(path: str | pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]
                     f"{path}, line {number}: expected a JSON object, got {line[:60]!r}"
                 )
             yield number, record
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """16 hexadecimal digits that tell vocabularies apart."""
-    return _hash(json.dumps(sorted(tokenizer.get_vocab().items())))
-
-
-def template_hash(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """16 hexadecimal digits that tell chat templates apart; None where there is none."""
-    return None if tokenizer.chat_template is None else _hash(tokenizer.get_chat_template())
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
-    """`tokenizer_hash` and `template_hash` by name, for manifests."""
-    return {
-        "tokenizer_hash": tokenizer_hash(tokenizer),
-        "template_hash": template_hash(tokenizer),
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _check_origin(made_with: Mapping[str, Any], ours: Mapping[str, str | None]) -> None:

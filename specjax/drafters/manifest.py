@@ -8,6 +8,7 @@ from typing import Any
 
 from specjax.checkpoints import huggingface
 from specjax.models.target import Target, target_hash
+from specjax.models.tokenizer import fingerprint
 
 FILE = "specjax.json"
 
@@ -15,13 +16,20 @@ FILE = "specjax.json"
 def write(folder: pathlib.Path, drafter: str, target: Target) -> None:
     """Says which drafter it is, and what it was trained for."""
     told = {"drafter": drafter, "target": target.name, "target_hash": target_hash(target)}
+    if target.tokenizer is not None:
+        told |= fingerprint(target.tokenizer)
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+    """What `write` said; nothing where there is no such file."""
+    path = folder / FILE
+    return huggingface.read_json(path) if path.exists() else {}
 
 
 def name_of(folder: pathlib.Path) -> str | None:
     """The drafter's name in the registry; None where the folder does not say."""
-    path = folder / FILE
-    return huggingface.read_json(path).get("drafter") if path.exists() else None
+    return read(folder).get("drafter")
 
 
 def check_fit(folder: pathlib.Path, target: Target, *facts: tuple[str, Any, Any]) -> None:
@@ -35,7 +43,7 @@ def check_fit(folder: pathlib.Path, target: Target, *facts: tuple[str, Any, Any]
 
 def check_target(folder: pathlib.Path, target: Target) -> None:
     """Raises ValueError where a drafter of features was trained on those of another target."""
-    told = huggingface.read_json(folder / FILE) if (folder / FILE).exists() else {}
+    told = read(folder)
     if told.get("target_hash") not in (None, target_hash(target)):
         raise ValueError(
             f"{folder} was trained for {told.get('target')}, and {target.name} has other weights; if "

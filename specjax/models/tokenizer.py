@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,28 @@ _SPLIT = (
 )
 _LLAMA3_SPLIT, _QWEN2_SPLIT = _SPLIT.replace("DIGITS", "{1,3}"), _SPLIT.replace("DIGITS", "")
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hexadecimal digits that tell vocabularies apart."""
+    return _hash(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def template_hash(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """16 hexadecimal digits that tell chat templates apart; None where there is none."""
+    return None if tokenizer.chat_template is None else _hash(tokenizer.get_chat_template())
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
+    """`tokenizer_hash` and `template_hash` by name, for manifests."""
+    return {
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": template_hash(tokenizer),
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _transformers():

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from specjax.checkpoints.load import load_target
-from specjax.distillation.data import fingerprint, read_examples
+from specjax.distillation.data import read_examples
+from specjax.models.tokenizer import fingerprint
 
 LINES = [
     {"turns": ["abab", "not used"]},
