@@ -34,7 +34,6 @@ from rich.console import Console
 
 from experiments import drafts, launch
 from specjax.decoding.controllers import Optimal, PrefixScheduler
-from specjax.distillation.data import fingerprint
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation import kinds, plots, tables
 from specjax.evaluation.benchmark import costs
@@ -49,6 +48,7 @@ from specjax.evaluation.runner import (
 )
 from specjax.evaluation.speedup import Costs
 from specjax.models.target import Target, target_hash, weights_hash
+from specjax.models.tokenizer import fingerprint
 from specjax.types import Controller, Drafter, LoadedDrafter, drafter_and_params
 from specjax.verification import RULES, greedy
 

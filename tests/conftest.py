@@ -31,7 +31,7 @@ TINY = ModelConfig(
 
 
 def pytest_configure(config):
-    """The fast tests compile more than they compute: XLA optimises less there, unless told otherwise."""
+    """The fast tests compile more than they compute: there XLA optimises less, unless told."""
     if config.option.markexpr == "not slow":
         less = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         os.environ.setdefault("XLA_FLAGS", less)
