@@ -30,21 +30,30 @@ TINY = ModelConfig(
 )
 
 
-def pytest_configure(config):
-    """The fast tests compile more than they compute: there XLA optimises less, unless told."""
-    if config.option.markexpr == "not slow":
-        less = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        os.environ.setdefault("XLA_FLAGS", less)
+# Of child processes: one device, and no more optimisation than programs that run once are worth.
+QUICK = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """A folder that all processes of this run of the tests share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compile_cache(tmp_path_factory):
+def compile_cache(shared_folder):
     """Programs compiled once a run, by whichever process, even where a test clears jax's own caches."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "xla"
+    folder = shared_folder / "xla"
     folder.mkdir(exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles(request):
+    """Programs of tiny models run for less time than optimising them takes."""
+    jax.config.update("jax_disable_most_optimizations", "smollm2" not in request.fixturenames)
 
 
 @pytest.fixture(autouse=True)

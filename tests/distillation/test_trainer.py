@@ -23,6 +23,7 @@ from specjax.distillation.trainer import train
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.sharding import AXES, batch_sharding, make_mesh
 from specjax.types import Trace
+from tests.conftest import QUICK
 from tests.trainees import TRAINEES
 
 CONFIG = {
@@ -260,7 +261,7 @@ def test_resuming_is_bitwise(tmp_path, kind, name):
 
     def output(workdir, kill_at):
         command = [sys.executable, "-c", KILLED, str(workdir), str(kill_at), str(number), name]
-        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        env = os.environ | QUICK
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
     whole = output(tmp_path / "whole", -1)
@@ -466,10 +467,8 @@ def test_a_mesh_changes_nothing(name):
     """Eight devices as 8×1×1, 2×4×1 and 2×2×2 against one: loss, gradient and decoded tokens."""
 
     def output(devices):
-        env = os.environ | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PLATFORMS": "cpu",
-        }
+        count = f"--xla_force_host_platform_device_count={devices}"
+        env = os.environ | QUICK | {"XLA_FLAGS": count}
         code = SHARDED
         if devices == 1:
             code = code.replace("((8, 1, 1), (2, 4, 1), (2, 2, 2))", "((1, 1, 1),)")

@@ -13,6 +13,7 @@ import pytest
 import specjax
 from specjax.checkpoints.load import load_target
 from tests.checkpoints.test_load import GOLDEN, write_gguf
+from tests.conftest import QUICK
 from tests.distillation.test_trainer import TIMES
 
 CODE = """
@@ -27,6 +28,7 @@ from specjax.distillation import data
 from specjax.distillation.trainer import train
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from tests.conftest import TINY, random_with_large_weights
+from tests.conftest import QUICK
 from tests.distillation.test_trainer import CONFIG
 
 target = random_with_large_weights(TINY)
@@ -51,7 +53,7 @@ def run(workdir, count, total):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = os.environ | QUICK
     arguments = [str(count), str(port), str(total), str(workdir)]
     hosts = [
         subprocess.Popen(
@@ -115,9 +117,7 @@ def test_two_processes_that_split_the_target_export_a_drafter(tmp_path):
         "--config.total_steps=2", "--config.optimizer.warmup_steps=0", "--config.tau_prompts=1",
         "--config.drafter.ttt_steps=1", "--config.drafter.num_draft_tokens=1",
     ]  # fmt: skip
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "SPECJAX_CACHE": str(tmp_path / "cache"),
-    }  # fmt: skip
+    env = os.environ | QUICK | {"SPECJAX_CACHE": str(tmp_path / "cache")}
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(index), port, *arguments],

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.checkpoints.test_load import GOLDEN, write_gguf
+from tests.conftest import QUICK
 
 # Small programs are kept as well: many of these tests run the same ones.
 SHARED_COMPILES = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
@@ -21,14 +22,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
+def run(shared_folder):
+    cache = shared_folder / "cache"
 
     def run(program, *arguments):
         return subprocess.run(
             [sys.executable, "-m", f"experiments.{program}", *arguments],
             capture_output=True, text=True, timeout=480, check=False,
-            env=os.environ | SHARED_COMPILES | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+            env=os.environ
+            | QUICK
+            | SHARED_COMPILES
+            | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
     return run
