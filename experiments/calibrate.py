@@ -26,7 +26,7 @@ from experiments import drafts, launch
 from specjax.drafters import export
 from specjax.drafters.dspark import DSpark, calibration
 from specjax.drafters.dspark.calibration import Reliability
-from specjax.evaluation import plots
+from specjax.evaluation import plots, tables
 from specjax.evaluation.prompts import read_prompts
 from specjax.types import DecodeResult, LoadedDrafter
 
@@ -143,7 +143,7 @@ def table(
                 "draft": draft,
                 "cycles": int(before.count.sum()),
                 "temperature": temperature,
-                **dict(zip(figures, launch.listed(figures.values()), strict=True)),
+                **dict(zip(figures, tables.listed(figures.values()), strict=True)),
             }
         )
     return rows

@@ -15,7 +15,6 @@ runs in a process of its own, one after the other, so that each has the accelera
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import pathlib
@@ -33,7 +32,9 @@ from ml_collections import ConfigDict
 from experiments import distill, drafts, launch
 from specjax.distillation.steps import new_state, train_step
 from specjax.distillation.trainer import place, set_up
+from specjax.drafters import manifest
 from specjax.evaluation import plots, tables
+from specjax.evaluation.prompts import read_conversations
 from specjax.models.target import Target
 
 _CONFIGS = flags.DEFINE_multi_string("train", [], "A file of configs/; may be repeated.")
@@ -42,11 +43,11 @@ _MINUTES = flags.DEFINE_float("minutes", 10.0, "Time of a drafter's steps.", low
 _BASELINES = flags.DEFINE_multi_string(
     "baseline", ["ngram"], f"A drafter beside them: {drafts.SPECS}."
 )
-_PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
-_LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
+_PROMPTS = launch.define_prompts()
+_LIMIT = launch.define_limit()
 _TEMPERATURES = flags.DEFINE_multi_float("temperature", [0.0, 1.0], "May be repeated.")
 _RULE = launch.define_rule()
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _PREPARE = flags.DEFINE_bool("prepare", False, "What the first child process does.")
 
 TIMED_STEPS = 8  # behind the one that compiles
@@ -62,15 +63,17 @@ def main() -> None:
     )
     if distill.CONFIG.value:
         raise ValueError("--train names the configs here, --config none")
-    names = [name_of(path) for path in _CONFIGS.value]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the configs {', '.join(names)} cannot be told apart by their names")
+    names = launch.require_names("configs", [path.partition(":")[0] for path in _CONFIGS.value])
+    launch.require_names("prompt files", _PROMPTS.value)
+    if "@" in distill.WORKDIR.value:
+        raise ValueError("--workdir must not have an @ in it: that ends the name of a drafter")
     workdir = pathlib.Path(distill.WORKDIR.value)
     if _PREPARE.value:
         prepare(workdir, names)
         return
-    for path in (_DATA.value, *_PROMPTS.value):
-        pathlib.Path(path).open("rb").close()
+    pathlib.Path(_DATA.value).open("rb").close()
+    for path in _PROMPTS.value:
+        read_conversations(path, _LIMIT.value)
     workdir.mkdir(parents=True, exist_ok=True)
     plan_file = workdir / "plan.json"
     if not plan_file.exists():
@@ -78,17 +81,19 @@ def main() -> None:
     plan = json.loads(plan_file.read_text("utf-8"))
     check(plan, plan_file)
     for path, name in zip(_CONFIGS.value, names, strict=True):
-        if not (workdir / name / "drafter").exists():
+        if not manifest.name_of(workdir / name / "drafter"):
             figures = plan["drafters"][name]
-            steps = figures["steps"]
-            every = f"{max(1, steps // 5)}"
+            often = max(1, figures["steps"] // 20)
             child(
                 "distill", f"--config={path}", f"--workdir={workdir / name}",
-                *shared_options(workdir, plan["taps"]), f"--config.total_steps={steps}",
+                *shared_options(workdir, plan["taps"]),
+                f"--config.total_steps={figures['steps']}",
                 f"--config.optimizer.warmup_steps={figures['warmup_steps']}",
-                f"--config.alpha_every={every}", f"--config.save_every={every}",
-                f"--config.log_every={max(1, steps // 20)}", "--config.tau_prompts=1",
+                f"--config.log_every={often}", f"--config.alpha_every={5 * often}",
+                f"--config.save_every={5 * often}", "--config.tau_prompts=1",
             )  # fmt: skip
+        if not manifest.name_of(workdir / name / "drafter"):
+            raise ValueError(f"{name} was asked to end early; the same command goes on")
     folders = {str(workdir / name / "drafter"): name for name in names}
     child(
         "evaluate", f"--target={plan['target']}",
@@ -108,11 +113,6 @@ def main() -> None:
     (workdir / "report.md").write_text(report, "utf-8")
     plots.fight(workdir / "report.png", curves, rows)
     print(f"{report}\n{workdir / 'report.md'} and report.png")
-
-
-def name_of(path: str) -> str:
-    """`smollm2_eagle3` of `configs/smollm2_eagle3.py:runlocal`."""
-    return pathlib.Path(path.partition(":")[0]).stem
 
 
 def shared_options(workdir: pathlib.Path, taps: list[int]) -> list[str]:
@@ -161,16 +161,19 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
     if len(sources) > 1:
         raise ValueError(f"the configs are for several targets: {', '.join(sorted(sources))}")
     target = launch.load_target(sources.pop())
-    read = functools.partial(distill.read, target=target)
+    for spec in _BASELINES.value:
+        if drafts.load_drafter(spec, target, None, []) is None:
+            raise ValueError("--baseline=none: plain decoding is measured in any case")
+    examples = {name: distill.read(config, target)[0] for name, config in configs.items()}
     loaded = {
-        name: distill.first_drafter(config, target, read(config)[0])
+        name: distill.first_drafter(config, target, examples[name])
         for name, config in configs.items()
     }
     taps = sorted({tap for drafter in loaded.values() for tap in drafter.drafter.taps})
     drafters = {}
     for name, config in configs.items():
         config.features.taps = tuple(taps)
-        seconds = seconds_a_step(config, target, loaded[name], read(config)[0])
+        seconds = seconds_a_step(config, target, loaded[name], examples[name])
         sizes = jax.tree.map(np.size, loaded[name].params)
         steps = max(1, round(60 * _MINUTES.value / seconds))
         drafters[name] = {
@@ -182,7 +185,7 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
         }
         print(f"{name}: {seconds:.2f} s a step, {drafters[name]['steps']} steps", flush=True)
     plan = asked() | {"target": configs[names[0]].target, "taps": taps, "drafters": drafters}
-    (workdir / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
+    launch.write_json(str(workdir / "plan.json"), plan)
 
 
 def seconds_a_step(config: ConfigDict, target: Target, loaded: Any, examples: list[Any]) -> float:
@@ -270,8 +273,7 @@ def main_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         lines.append(
             [f"{temperature:g}", drafter, k, *told, " / ".join(map(str, answers - {None}))]
         )
-    stems = [pathlib.Path(file).stem for file in files]
-    headings = [f"{stem}: {figure}" for stem in stems for figure in ("τ", "speed-up")]
+    headings = [f"{file}: {figure}" for file in files for figure in ("τ", "speed-up")]
     return ["T", "drafter", "K", *headings, "identical"], lines
 
 

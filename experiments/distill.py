@@ -32,6 +32,7 @@ from specjax.distillation import data, features
 from specjax.distillation.state import Checkpoints
 from specjax.distillation.steps import compute_params
 from specjax.distillation.trainer import fetched, set_up, train
+from specjax.drafters import manifest
 from specjax.models.sharding import EMBEDDINGS, make_mesh, param_shardings
 from specjax.models.target import Target, target_hash
 from specjax.models.transformer import check_taps
@@ -78,7 +79,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as local:  # the work directory may be a bucket
             drafters.export(outcome.drafter, target, pathlib.Path(local))
             folder.mkdir(parents=True, exist_ok=True)
-            for path in epath.Path(local).iterdir():
+            # What says that it is a drafter comes last: a folder with it is whole.
+            files = epath.Path(local).iterdir()
+            for path in sorted(files, key=lambda path: path.name == manifest.FILE):
                 path.copy(folder / path.name, overwrite=True)
         say(f"the drafter, of step {outcome.exported_step}, is in {folder}")
 

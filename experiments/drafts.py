@@ -175,10 +175,9 @@ def load_controller(
     if word in ("scheduler", "optimal"):
         law = RULES[rule] if sampling["temperature"] else greedy
         filters = {key: sampling[key] for key in ("temperature", "top_k", "top_p", "min_p")}
-        room = max(
-            max_len, 64 + 12 * (drafter.num_draft_tokens + 1)
-        )  # for the cycles that are timed
-        seconds = cycle_seconds(target, drafter, params, law, batch=batch, max_len=room, **filters)
+        seconds = cycle_seconds(
+            target, drafter, params, law, batch=batch, max_len=max_len, **filters
+        )
         return (PrefixScheduler if word == "scheduler" else Optimal).of(seconds)
     known = ", ".join(CONTROLLERS)
     raise ValueError(f"--drafter={spec}: unknown controller {word!r}; known: {known}")

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import specjax
 from experiments import drafts, launch
+from specjax.evaluation import tables
 from specjax.evaluation.compare import Comparison, compare
 from specjax.evaluation.html_transcript import html_transcript
 from specjax.evaluation.identity import worst
@@ -144,8 +145,8 @@ def figures_of(result: DecodeResult, comparison: Comparison | None) -> dict[str,
         "stop_reason": result.stop_reason[0].name,
         "target_passes": result.target_passes,
         "tau": result.tau,
-        "alpha": launch.listed(result.alpha),
-        "survival": launch.listed(result.survival),
+        "alpha": tables.listed(result.alpha),
+        "survival": tables.listed(result.survival),
         "plain_tokens_per_second": comparison and comparison.plain_tokens_per_second,
         "speculative_tokens_per_second": comparison and comparison.speculative_tokens_per_second,
         "speedup": comparison and comparison.speedup,

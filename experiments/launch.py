@@ -12,7 +12,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,39 @@ def define_rule() -> flags.FlagHolder:
     return flags.DEFINE_enum("rule", "token", list(RULES), text, module_name=MAIN)
 
 
-def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> list[np.ndarray]:
+def define_prompts() -> flags.FlagHolder:
+    """`--prompts`, several."""
+    text = "A prompt file; may be repeated."
+    return flags.DEFINE_multi_string("prompts", [], text, module_name=MAIN)
+
+
+def define_limit() -> flags.FlagHolder:
+    """`--limit`."""
+    text = "Prompts a file; all by default."
+    return flags.DEFINE_integer("limit", None, text, lower_bound=1, module_name=MAIN)
+
+
+def define_max_new_tokens(default: int = 128) -> flags.FlagHolder:
+    """`--max_new_tokens`."""
+    text = "Longest answer, in tokens."
+    return flags.DEFINE_integer("max_new_tokens", default, text, module_name=MAIN)
+
+
+def require_names(what: str, paths: Sequence[str]) -> list[str]:
+    """The names of files, without folder and ending.
+
+    Raises:
+      ValueError: two are alike.
+    """
+    names = [pathlib.Path(path).stem for path in paths]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the {what} {', '.join(paths)} cannot be told apart by their names")
+    return names
+
+
+def encode(
+    target: Target, path: str, what: str, prompts: Mapping[int, str], *, fitting: bool = True
+) -> list[np.ndarray]:
     """Token ids of a file's prompts, each with room for an answer.
 
     Args:
@@ -54,6 +86,7 @@ def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> 
       path: of the file, for the message.
       what: the numbers count, `prompt` or `line`.
       prompts: by number.
+      fitting: one without room is an error.
 
     Raises:
       ValueError: one of them cannot be used; the message has the file and its number.
@@ -62,7 +95,8 @@ def encode(target: Target, path: str, what: str, prompts: Mapping[int, str]) -> 
     for number, text in prompts.items():
         try:
             ids += encode_prompts(target, text)
-            cache_size(target, ids[-1:], np.ones(1, int))
+            if fitting:
+                cache_size(target, ids[-1:], np.ones(1, int))
         except ValueError as error:
             raise ValueError(f"{path}, {what} {number}: {error}") from None
     return ids
@@ -137,10 +171,12 @@ def check_writable(path: str | None) -> None:
 
 
 def write_json(path: str | None, figures: dict[str, Any]) -> None:
-    """Writes the figures and the command that gave them, if a file was asked for."""
+    """Writes figures and the command that gave them, if a file was asked for: all or nothing."""
     if path:
         text = json.dumps({"command": command(), **figures}, indent=1)
-        pathlib.Path(path).write_text(text + "\n", "utf-8")
+        whole = pathlib.Path(f"{path}.tmp")
+        whole.write_text(text + "\n", "utf-8")
+        whole.replace(path)
 
 
 def command() -> str:
@@ -156,11 +192,6 @@ def machine() -> dict[str, Any]:
         **{name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib", "flax")},
         "python": platform.python_version(),
     }
-
-
-def listed(values: Any) -> list[float | None]:
-    """Figures as JSON has them: no NaN."""
-    return [None if value != value else float(value) for value in values]
 
 
 def run(main: Callable[[], None]) -> None:

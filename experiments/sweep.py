@@ -13,40 +13,36 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from absl import flags
 from rich.console import Console
-from rich.table import Table
 
 from experiments import drafts, launch
-from specjax.evaluation import benchmark, plots
-from specjax.evaluation.benchmark import Simulated
+from specjax.evaluation import benchmark, plots, tables
 from specjax.evaluation.prompts import read_prompts
 from specjax.evaluation.runner import Evaluation, evaluate
 from specjax.evaluation.speedup import Costs, Law, conditional, needed_alpha, needed_beta
 from specjax.models.target import Target
-from specjax.types import Rule, drafter_and_params
+from specjax.types import drafter_and_params
+from specjax.verification import RULES, greedy
 
 _TARGET = launch.define_target()
 _DRAFTERS = flags.DEFINE_multi_string(
     "drafter", [], f"{drafts.SPECS}; it drafts chains. May be repeated."
 )
 _LENGTHS = flags.DEFINE_list("lengths", ["1", "2", "3", "4", "6", "8", "12", "16"], "K, several.")
-_PROMPTS = flags.DEFINE_multi_string("prompts", [], "A prompt file; may be repeated.")
-_LIMIT = flags.DEFINE_integer("limit", None, "Prompts a file; all by default.", lower_bound=1)
+_PROMPTS = launch.define_prompts()
+_LIMIT = launch.define_limit()
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
 _WANTED = flags.DEFINE_float("wanted", 3.0, "A speed-up: what α or β would it need?")
 _JSON = launch.define_json()
 _PLOT = launch.define_plot()
-
-STEPS = 12  # cycles a timed run of the costs
 
 
 def main() -> None:
@@ -60,11 +56,14 @@ def main() -> None:
             raise ValueError(f"--drafter={spec}: --lengths says what is drafted here")
     for path in (_JSON.value, _PLOT.value):
         launch.check_writable(path)
-    texts = {path: read_prompts(path, _LIMIT.value) for path in _PROMPTS.value}
+    names = launch.require_names("prompt files", _PROMPTS.value)
+    texts = {
+        name: dict(enumerate(read_prompts(path, _LIMIT.value), start=1))
+        for name, path in zip(names, _PROMPTS.value, strict=True)
+    }
     target = launch.load_target(_TARGET.value)
     encoded = {
-        path: launch.encode(target, path, "prompt", dict(enumerate(prompts, start=1)))
-        for path, prompts in texts.items()
+        name: launch.encode(target, name, "prompt", prompts) for name, prompts in texts.items()
     }
     rows, summaries, measured, laws = [], [], {}, {}
     for spec in _DRAFTERS.value:
@@ -76,7 +75,7 @@ def main() -> None:
                 k: (results[str(k)].speedup, *results[str(k)].speedup_interval) for k in lengths
             }
     show(rows)
-    for spec, name in itertools.product(laws, map(stem, encoded)):
+    for spec, name in itertools.product(laws, encoded):
         summaries.append(summary(spec, name, laws[spec][name], measured[spec][name]))
     settings = {
         "target": target.name,
@@ -91,11 +90,6 @@ def main() -> None:
         plots.sweep(_PLOT.value, measured, laws)
 
 
-def stem(path: str) -> str:
-    """What a file of prompts is called."""
-    return pathlib.Path(path).stem
-
-
 def sweep(
     target: Target, spec: str, lengths: list[int], encoded: Mapping[str, list[np.ndarray]]
 ) -> Iterator[tuple[str, dict[str, Evaluation], Law, dict[int, Costs]]]:
@@ -104,16 +98,17 @@ def sweep(
     if None in drafters.values():
         raise ValueError("--drafter=none: plain decoding is measured beside every drafter anyway")
     filters = {name: flag.value for name, flag in _SAMPLING.items()}
+    rule = RULES[_RULE.value] if filters["temperature"] else greedy
+    # The same for all files: every K is compiled once.
+    size = max(launch.room_for(target, x, _MAX_NEW_TOKENS.value) for x in encoded.values())
     costs = {
         k: benchmark.costs(
-            target, *drafter_and_params(drafters[str(k)]), Rule(Simulated(0.5)), batch=_BATCH.value,
-            max_len=64 + STEPS * (lengths[-1] + 1), steps=STEPS, repeats=3, **filters,
+            target, *drafter_and_params(drafters[str(k)]), rule, batch=_BATCH.value, max_len=size,
+            **filters,
         )
         for k in lengths
     }  # fmt: skip
-    # The same for all files: every K is compiled once.
-    size = max(launch.room_for(target, x, _MAX_NEW_TOKENS.value) for x in encoded.values())
-    for path, prompts in encoded.items():
+    for name, prompts in encoded.items():
         with launch.progress() as report:
             results = evaluate(
                 target, drafters, prompts, batch=_BATCH.value, progress=report, rule=_RULE.value,
@@ -121,7 +116,7 @@ def sweep(
                 **launch.sampling_options(_SAMPLING),
             )  # fmt: skip
         law = Law.fit(conditional(results[str(lengths[-1])].survival), costs)
-        yield stem(path), results, law, costs
+        yield name, results, law, costs
 
 
 def row(spec: str, name: str, k: int, result: Evaluation, law: Law, costs: Costs) -> dict[str, Any]:
@@ -131,9 +126,9 @@ def row(spec: str, name: str, k: int, result: Evaluation, law: Law, costs: Costs
         "prompts": name,
         "num_draft_tokens": k,
         "tau": result.tau,
-        "alpha": launch.listed(result.alpha),
+        "alpha": tables.listed(result.alpha),
         "speedup": result.speedup,
-        "speedup_interval": launch.listed(result.speedup_interval),
+        "speedup_interval": tables.listed(result.speedup_interval),
         "predicted": law.predicted(k),
         **{f"{part}_ms": 1e3 * seconds for part, seconds in dataclasses.asdict(costs).items()},
     }
@@ -141,28 +136,20 @@ def row(spec: str, name: str, k: int, result: Evaluation, law: Law, costs: Costs
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
-    table = Table()
-    for heading in (
-        "drafter",
-        "prompts",
-        "K",
-        "τ",
-        "draft ms",
-        "verify ms",
-        "plain ms",
-        "speed-up",
-        "predicted",
-    ):
-        table.add_column(heading)
-    for one in rows:
-        parts = (f"{one[f'{part}_ms']:.1f}" for part in ("draft", "verify", "plain"))
-        spread = one["speedup_interval"]
-        within = "" if None in spread else " ({:.2f}–{:.2f})".format(*spread)
-        table.add_row(
-            one["drafter"], one["prompts"], str(one["num_draft_tokens"]), f"{one['tau']:.2f}", *parts,
-            f"{one['speedup']:.2f}{within}", f"{one['predicted']:.2f}",
-        )  # fmt: skip
-    Console().print(table)
+    headings = ["drafter", "prompts", "K", "τ", "draft ms", "verify ms", "plain ms", "speed-up"]
+    lines = [
+        [
+            row["drafter"],
+            row["prompts"],
+            str(row["num_draft_tokens"]),
+            f"{row['tau']:.2f}",
+            *(f"{row[f'{part}_ms']:.1f}" for part in ("draft", "verify", "plain")),
+            tables.within(row, "speedup"),
+            f"{row['predicted']:.2f}",
+        ]
+        for row in rows
+    ]
+    Console().print(tables.rich_table([*headings, "predicted"], lines))
 
 
 def summary(

@@ -60,8 +60,8 @@ def decode(
 
     At temperature 0 the tokens are those of plain greedy decoding, whatever the drafter; otherwise
     their law is plain sampling's. The drafter changes only how many forward passes of the target they
-    take. A row depends on its prompt, its parameters, its index and `key`, not on the others, unless a
-    controller looks at them.
+    take. A row depends on its prompt, its parameters, its index and `key`; with a controller above
+    temperature 0 also on the others, since a row may draft as long as they do.
 
     Args:
       target: from `specjax.load_target`.

@@ -24,7 +24,7 @@ class Report:
     def __init__(self, workdir: str, step: int, total_steps: int, *, tensorboard: bool = False):
         self._first = jax.process_index() == 0
         self._path = epath.Path(workdir) / "metrics.jsonl"
-        self._total, self._tokens, self._seconds, self._steps = total_steps, 0, 0.0, 0
+        self._total, self._tokens, self._seconds = total_steps, 0, 0.0
         self._begun, self._begun_step, self._events = time.time(), step, None
         self._console = Console(highlight=False, soft_wrap=True, quiet=not self._first)
         self._bar = progress.Progress(
@@ -72,14 +72,13 @@ class Report:
         """Adds a step's work to what the next report divides; moves the bar."""
         self._tokens += tokens
         self._seconds += seconds
-        self._steps += 1
         self._bar.advance(self._task)
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Reports a training step: writes its figures, prints the main ones."""
         rate = self._tokens / self._seconds if self._seconds else math.nan
-        taken = {"seconds": self._seconds, "steps": self._steps, "tokens_per_second": rate}
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+        taken = {"seconds": self._seconds, "tokens_per_second": rate}
+        self._tokens, self._seconds = 0, 0.0
         self.write(step, {**figures, **taken}, show=False)
         done = step - self._begun_step
         left = (time.time() - self._begun) / max(done, 1) * (self._total - step)

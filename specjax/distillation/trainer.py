@@ -131,7 +131,7 @@ def train(
         with Report(workdir, step, last_step, tensorboard=tensorboard) as report:
             if step == 0:
                 evaluate()
-            stopped = False
+            stopped = compiled = False
             while step < last_step and not stopped:
                 started = time.perf_counter()
                 batch = next(data)
@@ -148,7 +148,11 @@ def train(
                         "before it are saved, and the same command goes on behind it"
                     )
                 tokens = int((np.asarray(batch["segments"]) > 0).sum()) * jax.process_count()
-                report.count(tokens, time.perf_counter() - started)
+                if compiled:
+                    report.count(tokens, time.perf_counter() - started)
+                else:
+                    report.count(0, 0.0)
+                compiled = True
                 if step % config["log_every"] == 0 or step == last_step:
                     report.step(step, figures | {"learning_rate": float(rate(step - 1))})
                 stopped = bool(stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,7 @@ def chain_mask(slots: jax.Array, masked_slots: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def any_row(flag: jax.Array) -> jax.Array:
-    """Whether a flag, `[]` bool, holds in any row of the vmapped batch; alone it is the flag itself.
+    """Whether a flag, `[]` bool, holds in any row of the innermost vmap; alone it is the flag itself.
 
     The answer has no batch axis. So a loop or branch that it decides stays one for the whole batch:
     with a flag of each row, vmap would take both branches, and select between old and new carry row by
@@ -110,6 +111,7 @@ def draft(
     vocab_size: int,
     masked_slots: jax.Array,
     vocabulary: DraftVocabulary | None = None,
+    ready: jax.Array | None = None,
 ) -> tuple[Draft, Any]:
     """Drafts a chain or a tree, each token from the logits after its parent.
 
@@ -134,7 +136,18 @@ def draft(
       vocab_size: V of the logits.
       masked_slots: `[slots]` bool, those that only see themselves and are seen by nobody else.
       vocabulary: whose tokens the logits are of; the target's by default.
+      ready: `[]` bool, False of a row that has nothing to offer: it asks for nothing, and none of its
+        tokens is valid.
     """
+    if ready is not None:
+        most = tree.num_nodes if context.most is None else context.most
+        context = dataclasses.replace(context, most=jnp.where(ready, most, 0))
+        drafted, scratch = draft(
+            first_pass, scratch, forward, position, tree, context, noise, first=first,
+            vocab_size=vocab_size, masked_slots=masked_slots, vocabulary=vocabulary,
+        )  # fmt: skip
+        num_valid = jnp.where(ready, drafted.num_valid, 0)
+        return dataclasses.replace(drafted, num_valid=num_valid), scratch
     choose = functools.partial(_children, context.sampling, noise, vocabulary)
     if tree == Tree.chain(tree.num_nodes):
         return _draft_chain(

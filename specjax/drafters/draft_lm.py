@@ -132,9 +132,8 @@ class DraftLM(autoregressive.TreeDrafter):
         draft, scratch = autoregressive.draft(
             lambda scratch: (model.head(hidden[-1:])[0], scratch), scratch, forward, before + 1,
             self.tree, context, noise, first=2, vocab_size=self.config.vocab_size,
-            masked_slots=masked_slots,
+            masked_slots=masked_slots, ready=state.sound,
         )  # fmt: skip
-        draft = dataclasses.replace(draft, num_valid=jnp.where(state.sound, draft.num_valid, 0))
         return draft, dataclasses.replace(state, rows=scratch.rows)
 
     def observe(

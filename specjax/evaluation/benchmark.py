@@ -255,6 +255,7 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum()
 
 
+BEGUN = 64  # committed tokens of a row when its timing starts
 NO_STOPS = np.full(8, -1, np.int32)
 
 
@@ -348,13 +349,13 @@ def cycle_seconds(
     that takes its tokens one after the other drafts w − 1 of them, as it would for the controller.
 
     Args:
+      max_len: S of the decoding in question; more where the timed cycles need it.
       as in `breakdown`.
 
     Raises:
-      ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
+      ValueError: a sampling parameter is out of its range.
     """
-    length = min(64, max_len // 4)
-    _require_room(max_len, length, steps, drafter.num_draft_tokens)
+    max_len = max(max_len, BEGUN + steps * (drafter.num_draft_tokens + 1))
     sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
     keys = None if sampling is None else jax.random.split(jax.random.key(0), batch)
     whole = WholeDrafts(drafter)
@@ -362,7 +363,7 @@ def cycle_seconds(
     def cycles(width: int) -> Callable[[], SpeculativeState]:
         return _cycles(
             target, whole, drafter_params, rule,
-            _fresh(target, whole, batch, max_len, length, 0),
+            _fresh(target, whole, batch, max_len, BEGUN, 0),
             steps, sampling, keys, width, Fixed(jnp.int32(width - 1)),
         )  # fmt: skip
 
@@ -399,14 +400,25 @@ def breakdown(
 
 
 def costs(
-    target: Target, drafter: Drafter, drafter_params: PyTree, rule: Rule, **options: Any
+    target: Target,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Rule,
+    *,
+    max_len: int,
+    steps: int = 12,
+    repeats: int = 3,
+    **options: Any,
 ) -> Costs:
     """What the law of speed-up asks of a machine: a plain step, a whole draft, its verification.
 
     Args:
+      max_len: S of the decoding in question; more where the timed steps need it.
       as in `breakdown`.
     """
     parts = "plain", "draft", "verify"
+    max_len = max(max_len, BEGUN + steps * (drafter.num_draft_tokens + 1))
+    options |= {"max_len": max_len, "steps": steps, "repeats": repeats}
     timings, _ = _timed(parts, target, drafter, drafter_params, rule, **options)
     return Costs(*(timings[part].median for part in parts))
 
@@ -420,7 +432,7 @@ def _timed(
     *,
     batch: int = 1,
     max_len: int = 512,
-    length: int = 64,
+    length: int = BEGUN,
     steps: int = 16,
     repeats: int = 5,
     temperature: float = 0.0,
@@ -462,22 +474,28 @@ def _timed(
             sampling, keys, steps=steps,
         )  # fmt: skip
 
-    shape = (batch, k + 1, target.config.vocab_size)
-    logits = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     rows, *rest = fresh()
     one = functools.partial(propose, drafter, drafter_params, target.params, rule)
     drafted, _ = jax.vmap(one)(rows, *rest, sampling, Noise(keys, rows.length - 1))
+
+    @functools.cache
+    def logits() -> jax.Array:
+        shape = (batch, k + 1, target.config.vocab_size)
+        return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+    @functools.cache
+    def large() -> jax.Array:
+        return jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
 
     def rule_only() -> Callable[[], Any]:
         rows, *_ = fresh()
         noise = Noise(keys, rows.length - 1)
         return functools.partial(
-            rule_alone, rule, drafted, logits, sampling, noise, steps=steps
+            rule_alone, rule, drafted, logits(), sampling, noise, steps=steps
         )  # fmt: skip
 
-    large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
     known = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
-    known |= {"rule": rule_only, "read_bandwidth": lambda: functools.partial(_sum, large)}
+    known |= {"rule": rule_only, "read_bandwidth": lambda: functools.partial(_sum, large())}
 
     def count(name: str, done: Any) -> None:
         if name == "cycle":
@@ -490,5 +508,5 @@ def _timed(
 
     timings = {name: timing([x / steps for x in seconds[name]]) for name in names}
     if "read_bandwidth" in names:
-        timings["read_bandwidth"] = timing([large.nbytes / x for x in seconds["read_bandwidth"]])
+        timings["read_bandwidth"] = timing([large().nbytes / x for x in seconds["read_bandwidth"]])
     return timings, float(np.mean(committed)) if committed else float("nan")

@@ -155,7 +155,7 @@ def acceptance(
     right.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     right.set(ylabel="accepted / tried", ylim=(0, 1.1))
     right.set_title("by kind of the token; over the bars: drafts tried")
-    figure.legend(loc="outside lower center")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
     return figure
 
@@ -208,8 +208,7 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], figure: str) -> None:
     """A figure of rows with its interval: bars of all drafters side by side, by prompts."""
 
     def group(row: Mapping[str, Any]) -> str:
-        name = pathlib.Path(row["prompts"]).stem
-        return f"{name}\nT {row['temperature']:g}, B {row['batch']}"
+        return f"{row['prompts']}\nT {row['temperature']:g}, B {row['batch']}"
 
     groups = list(dict.fromkeys(map(group, rows)))
     names = list(dict.fromkeys((row["target"], row["drafter"]) for row in rows))
@@ -219,7 +218,8 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], figure: str) -> None:
         places = [groups.index(group(row)) + (number + 0.5) * width - 0.4 for row in own]
         values = np.array([[row[figure], *row[f"{figure}_interval"]] for row in own], float)
         spread = np.abs(np.nan_to_num(values[:, 1:].T - values[:, 0], nan=0.0))
-        axis.bar(places, values[:, 0], width, yerr=spread, capsize=2, label=name[1])
+        label = name[1] if len({target for target, _ in names}) == 1 else " · ".join(name)
+        axis.bar(places, values[:, 0], width, yerr=spread, capsize=2, label=label)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
 

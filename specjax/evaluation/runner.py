@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax import metrics
-from specjax.decoding.decode import SMALLEST_CACHE, cache_size, decode, encode_prompts
+from specjax.decoding.decode import cache_size, decode, encode_prompts
 from specjax.drafters import NGram
 from specjax.drafters.draft_lm import DraftLM
 from specjax.evaluation.identity import identical
@@ -44,6 +44,7 @@ class Evaluation:
         not asked, or has no such drafter.
       compile_seconds: of the drafter's first run, which compiles what no earlier run has; it is part
         of no other figure.
+      prompts: of every row of the batches in turn, the prompt or conversation that it belongs to.
     """
 
     plain: list[DecodeResult]
@@ -52,6 +53,7 @@ class Evaluation:
     peer_plain: list[PeerResult]
     peer_speculative: list[PeerResult]
     compile_seconds: float
+    prompts: Sequence[int]
 
     @classmethod
     def pooled(cls, parts: Sequence[Evaluation]) -> Evaluation:
@@ -60,6 +62,7 @@ class Evaluation:
         return cls(
             *([x for part in parts for x in getattr(part, name)] for name in lists),
             parts[0].compile_seconds,
+            [prompt for part in parts for prompt in part.prompts],
         )
 
     @functools.cached_property
@@ -83,17 +86,25 @@ class Evaluation:
     @property
     def tau_interval(self) -> tuple[float, float]:
         """Where τ lies in 95 of 100 draws of as many prompts from these."""
-        return metrics.tau_interval(self._speculative.committed)
+        return metrics.tau_interval(self._committed)
+
+    @functools.cached_property
+    def _committed(self) -> list[np.ndarray]:
+        """Tokens of the cycles of every prompt; of a conversation, those of all its turns."""
+        told: dict[int, list[np.ndarray]] = {}
+        for prompt, row in zip(self.prompts, self._speculative.committed, strict=True):
+            told.setdefault(prompt, []).append(row)
+        return [np.concatenate(rows) for rows in told.values()]
 
     @property
     def tau_of_prompts(self) -> float:
         """The mean of every prompt's own τ, in which a long answer weighs no more than a short one."""
-        return float(np.mean([metrics.tau(row) for row in self._speculative.committed]))
+        return float(np.mean([metrics.tau(row) for row in self._committed]))
 
     @property
     def tau_of_prompts_interval(self) -> tuple[float, float]:
         """Where it lies in 95 of 100 draws of as many prompts from these."""
-        taus = [[metrics.tau(row)] for row in self._speculative.committed]
+        taus = [[metrics.tau(row)] for row in self._committed]
         return metrics.interval(np.array(taus), lambda drawn: drawn[:, 0] / len(taus))
 
     @property
@@ -109,6 +120,12 @@ class Evaluation:
     def passes_per_token(self) -> float:
         """Target passes after prefill over new tokens: 1 in plain decoding, 1 / τ."""
         return self._speculative.target_passes / self._speculative.num_tokens
+
+    @property
+    def rows_a_batch(self) -> int | None:
+        """B of all batches; None where they differ."""
+        sizes = {len(run.tokens) for run in self.speculative}
+        return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def cycle_seconds(self) -> float:
@@ -131,18 +148,25 @@ class Evaluation:
             told.append(any_draft)
         return told
 
+    def pass_seconds(self, costs: Costs) -> float:
+        """The mean pass of a cycle: a verification, or a plain step where nobody had a draft."""
+        return self.drafting_share * costs.verify + (1 - self.drafting_share) * costs.plain
+
     def predicted_speedup(self, costs: Costs) -> float:
         """The speed-up, had nothing but drafts, passes and plain steps taken time.
 
         Args:
           costs: measured at this batch size; of a draft that is verified whole.
         """
-        drafting = self.drafting_share
-        cycle = costs.draft + drafting * costs.verify + (1 - drafting) * costs.plain
+        cycles = sum(map(len, self._cycles))
         steps = sum(
             max(map(len, run.tokens)) for run in self.plain
         )  # of the batch, like the cycles
-        return steps * costs.plain / (sum(map(len, self._cycles)) * cycle)
+        seconds = cycles * (costs.draft + self.pass_seconds(costs))
+        said = (
+            self._speculative.num_tokens / self._plain.num_tokens
+        )  # above temperature 0 they differ
+        return said * steps * costs.plain / seconds
 
     @property
     def survival(self) -> np.ndarray:
@@ -296,6 +320,7 @@ def evaluate(
             peers[None],
             peers[name],
             compiling[name],
+            range(len(prompts)),
         )
         for name, taken in runs.items()
     }
@@ -333,7 +358,8 @@ def evaluate_turns(
         if key is not None:  # each turn its own coins
             options = options | {"key": jax.random.fold_in(key, turn)}
         prompts = [encoded_turns(target, said[i]) for i in going]
-        parts.append(evaluate(target, drafters, prompts, max_len=max_len, **options))
+        part = evaluate(target, drafters, prompts, max_len=max_len, **options)
+        parts.append({name: dataclasses.replace(x, prompts=going) for name, x in part.items()})
         if turn + 1 < turns:
             answers = DecodeResult.pooled(next(iter(parts[-1].values())).plain).texts
             for i, answer in zip(going, answers, strict=True):
@@ -349,20 +375,24 @@ def encoded_turns(target: Target, turns: Sequence[str]) -> np.ndarray:
 
 
 def turns_room(
-    target: Target, conversations: Sequence[Sequence[str]], turns: int, max_new_tokens: int
+    target: Target, conversations: Mapping[int, Sequence[str]], turns: int, max_new_tokens: int
 ) -> int:
     """Rows of a cache that holds all turns of the longest conversation with their answers.
 
+    Args:
+      target: whose tokenizer and context.
+      conversations: the user's turns, by the number that an error names.
+      turns, max_new_tokens: how many turns, and the longest answer to each.
+
     Raises:
-      ValueError: it is longer than the target's context; the message has its number, from 1.
+      ValueError: a conversation is longer than the target's context.
     """
-    longest = SMALLEST_CACHE
-    for number, conversation in enumerate(conversations, start=1):
+    sizes = []
+    for number, conversation in conversations.items():
         try:
             asked = [word for turn in conversation[:turns] for word in (turn, ANSWER)][:-1]
             length = len(encoded_turns(target, asked)) + len(asked) // 2 * max_new_tokens
-            room = cache_size(target, [np.zeros(length)], np.array([max_new_tokens]))
-            longest = max(longest, room)
+            sizes.append(cache_size(target, [np.zeros(length)], np.array([max_new_tokens])))
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
-    return min(longest, target.config.context_length)
+    return min(max(sizes), target.config.context_length)

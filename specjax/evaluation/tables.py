@@ -1,14 +1,98 @@
-"""Figures of evaluations as a table, in the terminal and in Markdown."""
+"""Figures of evaluations: as rows, and the rows as a table in the terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.evaluation import kinds
+from specjax.evaluation.identity import worst
+from specjax.evaluation.runner import Evaluation, peer_tokens_per_second
+from specjax.evaluation.speedup import Costs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Row = Mapping[str, Any]
+
+
+def figures(result: Evaluation, costs: Costs | None) -> dict[str, Any]:
+    """A row: what was measured, as JSON has it.
+
+    Args:
+      result: of one drafter.
+      costs: of the parts of its cycles, at its batch size; None where they are not known.
+    """
+    predicted = parts = None
+    if costs is not None:
+        predicted = result.predicted_speedup(costs)
+        verify = result.pass_seconds(costs)
+        parts = {
+            "plain": costs.plain,
+            "draft": costs.draft,
+            "verify": verify,
+            "overhead": result.cycle_seconds - costs.draft - verify,
+        }
+    return {
+        "num_draft_tokens": result.num_draft_tokens,
+        "tau": result.tau,
+        "tau_interval": listed(result.tau_interval),
+        "tau_of_prompts": result.tau_of_prompts,
+        "tau_of_prompts_interval": listed(result.tau_of_prompts_interval),
+        "alpha": listed(result.alpha),
+        "survival": listed(result.survival),
+        "accepted_share": known(result.accepted_share),
+        "passes_per_token": result.passes_per_token,
+        "plain_tokens_per_second": result.plain_tokens_per_second,
+        "speculative_tokens_per_second": result.speculative_tokens_per_second,
+        "speedup": result.speedup,
+        "speedup_interval": listed(result.speedup_interval),
+        "predicted_speedup": predicted,
+        "prediction_error": None if predicted is None else predicted / result.speedup - 1,
+        "cycle_ms": 1e3 * result.cycle_seconds,
+        **{
+            f"{part}_ms": None if parts is None else 1e3 * parts[part]
+            for part in ("plain", "draft", "verify", "overhead")
+        },
+        "compile_seconds": result.compile_seconds,
+        "identical": worst(result.identical) if result.identical else None,
+        "peer_plain_tokens_per_second": peer_tokens_per_second(result.peer_plain),
+        "times_peer_plain": result.times_peer_plain,
+        "peer_speculative_tokens_per_second": peer_tokens_per_second(result.peer_speculative),
+        "times_peer_speculative": result.times_peer_speculative,
+        "kinds": kinds.figures(kinds.acceptance(result.speculative)),
+    }
+
+
+def known(value: float) -> float | None:
+    """A figure as JSON has it: no NaN."""
+    return None if value != value else float(value)
+
+
+def listed(values: Iterable[float]) -> list[float | None]:
+    """Several figures as JSON has them."""
+    return [known(value) for value in values]
+
+
+def by_position_and_kind(
+    rows: Sequence[Row],
+) -> dict[str, tuple[np.ndarray, np.ndarray, dict[str, kinds.Acceptance]]]:
+    """What `plots.acceptance` draws: α_k, J_k and counts by kind, by what tells the rows apart."""
+    names = ["drafter", "prompts", *VARIED]
+    varied = [name for name in names if len({row[name] for row in rows}) > 1] or ["drafter"]
+    return {
+        ", ".join(str(row[name]) for name in varied): (
+            np.array(row["alpha"], float),
+            np.array(row["survival"], float),
+            {
+                kind: kinds.Acceptance(count["accepted"], count["tried"], count["committed"])
+                for kind, count in row["kinds"].items()
+            },
+        )
+        for row in rows
+    }
 
 
 def within(row: Row, name: str, unit: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,7 @@ def test_figures_of_a_hand_worked_evaluation():
     tokens = [np.zeros(5), np.zeros(2)]
     plain = counted([([0] * 5, [0] * 5), ([0] * 2, [0] * 2)], tokens=tokens, seconds=5.0)
     drafted = counted([([2, 0, 0], [3, 3, 0]), ([0, 0], [3, 0])], tokens=tokens, seconds=4.5)
-    one = Evaluation([plain], [drafted], [], [], [], 7.0)
+    one = Evaluation([plain], [drafted], [], [], [], 7.0, [0, 1])
     assert one.tau == pytest.approx(7 / 5)
     assert one.tau_of_prompts == pytest.approx((5 / 3 + 1) / 2)
     assert one.accepted_share == pytest.approx(2 / 9)
@@ -60,11 +62,22 @@ def test_figures_of_a_hand_worked_evaluation():
     assert one.cycle_seconds == 1.5 and one.drafting_share == pytest.approx(2 / 3)
     costs = Costs(plain=1.0, draft=0.1, verify=1.6)
     assert one.predicted_speedup(costs) == pytest.approx(5 / (2 * 1.7 + 1.1))
-    assert one.speedup == pytest.approx(5 / 4.5)
+    assert one.speedup == pytest.approx(7 / 4.5 / (7 / 5))
+    assert one.rows_a_batch == 2
+    low, high = one.tau_of_prompts_interval
+    assert 1 <= low < one.tau_of_prompts < high <= 5 / 3
+    # A second turn of the same two conversations: no more of them to draw from.
     both = Evaluation.pooled([one, one])
     assert both.tau == one.tau and both.predicted_speedup(costs) == one.predicted_speedup(costs)
-    low, high = both.tau_of_prompts_interval
-    assert 1 <= low < both.tau_of_prompts < high <= 5 / 3
+    assert both.tau_of_prompts == one.tau_of_prompts
+    assert both.tau_interval == one.tau_interval and both.tau_of_prompts_interval == (low, high)
+    # Above temperature 0 the text may be shorter than the plain one: 7 tokens of 14.
+    longer = counted(
+        [([0] * 10, [0] * 10), ([0] * 4, [0] * 4)], tokens=[np.zeros(10), np.zeros(4)], seconds=10.0
+    )
+    uneven = dataclasses.replace(one, plain=[longer])
+    assert uneven.predicted_speedup(costs) == pytest.approx(one.predicted_speedup(costs))
+    assert uneven.speedup == pytest.approx(7 / 4.5 / (14 / 10))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +90,7 @@ def talker(tmp_path_factory):
 def test_a_second_turn_follows_plain_decodings_answer(talker):
     conversations = [["he", "lo"], ["abab"], ["lo", "he he", "he"]]
     options = {"max_new_tokens": 8}
-    room = turns_room(talker, conversations, 2, 8)
+    room = turns_room(talker, dict(enumerate(conversations)), 2, 8)
     drafted = {"ngram": NGram(2), "none to see": NGram(3)}
     results = evaluate_turns(talker, drafted, conversations, turns=2, max_len=room, **options)
     asked = [prompt for run in results["ngram"].plain for prompt in run.prompts]
@@ -94,12 +107,13 @@ def test_a_second_turn_follows_plain_decodings_answer(talker):
         )["input_ids"]  # fmt: skip
         np.testing.assert_array_equal(asked[second], wanted)
     assert set(results["none to see"].identical) == {"yes"}
+    assert list(results["ngram"].prompts) == [0, 1, 2, 0, 2]
 
 
 def test_conversations_longer_than_the_context_are_named(talker):
     context = talker.config.context_length
-    with pytest.raises(ValueError, match="prompt 2: a prompt of .* leaves no room"):
-        turns_room(talker, [["he"], ["he", "he"]], 2, context)
+    with pytest.raises(ValueError, match="prompt 7: a prompt of .* leaves no room"):
+        turns_room(talker, {1: ["he"], 7: ["he", "he"]}, 2, context)
 
 
 def test_first_turns_are_read(tmp_path):

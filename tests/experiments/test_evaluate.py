@@ -19,9 +19,7 @@ def test_table_and_json(run, model, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(out.read_text())["rows"]
     assert [(row["prompts"], row["drafter"]) for row in rows] == [
-        (f"{name}.jsonl", drafter)
-        for name in ("one", "two")
-        for drafter in ("ngram:2", "early_exit:1")
+        (name, drafter) for name in ("one", "two") for drafter in ("ngram:2", "early_exit:1")
     ]
     for row in rows:
         assert row["identical"] == "yes" and row["num_prompts"] == 1
@@ -50,7 +48,7 @@ def test_every_combination_and_going_on(run, model, tmp_path):
     whole = json.loads(out.read_text())
     told = [(row["temperature"], row["prompts"], row["drafter"]) for row in whole["rows"]]
     assert told == [
-        (temperature, f"{name}.jsonl", drafter)
+        (temperature, name, drafter)
         for temperature in (0.0, 1.0)
         for name in ("one", "two")
         for drafter in ("ngram@1", "ngram@2", "early_exit:1@3")
@@ -81,6 +79,7 @@ def test_every_combination_and_going_on(run, model, tmp_path):
     for changed, message in (
         ([], "holds results with prompts {"),
         (["--max_new_tokens=9"], "max_new_tokens 8 (now 9)"),
+        (["--noparts"], "parts True (now False)"),
     ):
         refused = run("evaluate", *arguments, *files, *changed)
         assert refused.returncode == 1 and message in refused.stderr
@@ -102,7 +101,7 @@ def test_all_files_are_checked_before_the_first_is_decoded(run, model, tmp_path)
         bad.write_text(f'{{"turns": ["abab"]}}\n{{"turns": ["{text}"]}}\n')
         done = run("evaluate", *arguments)
         assert done.returncode == 1 and done.stderr.count("\n") == 1
-        assert f"{bad}, prompt 2: " in done.stderr and message in done.stderr
+        assert "bad, prompt 2: " in done.stderr and message in done.stderr
 
 
 @pytest.mark.slow
@@ -116,8 +115,8 @@ def test_sampling_and_a_draft_lm(run, model, tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(out.read_text())
-    assert results["settings"]["temperature"] == 0.8
     (row,) = results["rows"]
+    assert row["temperature"] == 0.8 and results["settings"]["top_k"] == 20
     # The target as its own drafter: p = q, so nothing is rejected but for rounding.
     assert row["identical"] is None and row["alpha"][0] > 0.99
 
@@ -168,6 +167,10 @@ def test_benchmark_above_temperature_zero(run, model, tmp_path):
         ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--max_prompt_tokens=1"], 1,
          "all 1 prompts are longer than --max_prompt_tokens=1; the shortest has"),
         ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--prompts=GOOD"], 1, "told apart"),
+        ("evaluate", ["--target=MODEL", "--prompts=GOOD", "--tree=2,1", "--num_draft_tokens=2"], 1,
+         "give either --num_draft_tokens or --tree"),
+        ("sweep", ["--target=MODEL", "--drafter=ngram", "--prompts=GOOD", "--prompts=GOOD"], 1,
+         "told apart"),
         ("evaluate", ["--plot=x.jpg"], 2, "takes the name of a .png file"),
         ("compare", ["--train=configs/smollm2_draft_lm.py"], 1, "--data is missing"),
         ("compare", ["--train=configs/smollm2_eagle3.py", "--train=configs/smollm2_eagle3.py",

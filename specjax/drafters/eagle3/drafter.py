@@ -171,9 +171,9 @@ class Eagle3(autoregressive.TreeDrafter):
             lambda scratch: (model.head(state.hidden), scratch), scratch, forward, position,
             self.tree, context, noise, first=1, vocab_size=self.config.vocab_size,
             masked_slots=jnp.arange(size) == 0, vocabulary=self.vocabulary,
+            ready=state.sound & (context.length > 1),
         )  # fmt: skip
-        ready = state.sound & (context.length > 1)
-        return dataclasses.replace(draft, num_valid=jnp.where(ready, draft.num_valid, 0)), state
+        return draft, state
 
     def ttt_outputs(
         self,
