@@ -27,15 +27,6 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
             launch.check_writable(str(path))
 
 
-def test_a_plot_that_is_no_png_is_told_before_the_work(tmp_path):
-    launch.check_plot(None)
-    launch.check_plot(str(tmp_path / "new.png"))
-    with pytest.raises(ValueError, match=r"a \.png file, got 'plot\.pdf'"):
-        launch.check_plot("plot.pdf")
-    with pytest.raises(OSError, match="folder"):
-        launch.check_plot(str(tmp_path / "no" / "folder.png"))
-
-
 def stderr_of(free, terminal=False):
     """Of loading a tiny target in a process whose stderr is a terminal or a pipe."""
     code = LOAD.format(free=free, target=str(GOLDEN / "llama_tied"))
