@@ -144,7 +144,7 @@ def step_of(tiny, batch, recipe_changes=(), mesh=None, key=0, name="draft_lm"):
     return steps.train_step(recipe, state, tiny.params, batch)
 
 
-@trained("draft_lm", "eagle3", slow=("dflash", "dspark"))
+@trained("draft_lm", slow=("eagle3", "dflash", "dspark"))
 def test_micro_batches_change_nothing(tiny, examples, name):
     """Also where their supervised tokens differ in number: sums are divided once."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))
@@ -157,7 +157,7 @@ def test_micro_batches_change_nothing(tiny, examples, name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, cut.params)
 
 
-@trained("eagle3", slow=("draft_lm", "dspark"))
+@trained("draft_lm", slow=("eagle3", "dspark"))
 def test_muon_takes_a_step(tiny, examples, name):
     """Matrices by Muon, the rest by Adam; every moment lies where its param does."""
     batch = next(iter(data.train_batches(examples, seed=0, **ROWS)))

@@ -222,6 +222,7 @@ def test_gumbel_text_is_plain_samplings_text(tiny, drafter, shape):
         assert result.tau > 1.1
 
 
+@pytest.mark.slow
 def test_joint_law_of_two_tokens_in_the_real_loop(tiny, drafter):
     statistic, limit = joint_law_statistic(tiny, with_tree(drafter, Tree.chain(2)))
     assert statistic < limit

@@ -157,7 +157,10 @@ def family_and_texts(family):
     ]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_lm", "early_exit"])
+@pytest.mark.parametrize(
+    "name",
+    ["draft_lm", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ngram", "early_exit"))],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ks", [(4,), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_every_family_with_every_drafter(family, name, ks):
@@ -243,7 +246,13 @@ def joint_law_statistic(target, drafter, **options):
     return statistic, chi_square_limit(degrees)
 
 
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft_lm", "early_exit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "early_exit",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("plain", "ngram", "draft_lm")),
+    ],
+)
 def test_joint_law_of_two_tokens_in_the_real_loop(tiny, small, name):
     """A wrong correction or bonus row shows in the pairs only."""
     drafter = {"plain": None, **every_drafter(tiny, small, 2)}[name]

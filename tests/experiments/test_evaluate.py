@@ -154,6 +154,7 @@ def test_benchmark_above_temperature_zero(run, model, tmp_path):
     assert settings == {"rule": "token", "temperature": 0.8, "top_k": 20, "top_p": 1.0, "seed": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "arguments", "status", "message"),
     [

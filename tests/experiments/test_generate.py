@@ -65,6 +65,7 @@ def test_equal_prompts_are_sampled_each_with_its_own_coins(generate, model, tmp_
     assert one != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -88,6 +88,7 @@ def test_a_drafter_leaves_greedy_answers_as_they_are(regenerate, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
