@@ -37,7 +37,7 @@ _LIMIT = flags.DEFINE_integer("limit", None, "Prompts; all by default.", lower_b
 _OUT = flags.DEFINE_string("out", None, "Folder that the calibrated drafter is written to.")
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _BATCH = flags.DEFINE_integer("batch", 8, "Prompts decoded together.", lower_bound=1)
 _JSON = launch.define_json()
 _PLOT = launch.define_plot()

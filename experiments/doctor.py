@@ -24,6 +24,7 @@ from rich.text import Text
 from experiments import drafts, launch
 from specjax.distillation.doctor import Finding, Verdict, diagnose
 from specjax.distillation.probe import Probe
+from specjax.evaluation import tables
 from specjax.evaluation.prompts import read_prompts
 
 _TARGET = launch.define_target()
@@ -31,7 +32,7 @@ _DRAFTER = flags.DEFINE_string("drafter", None, f"{drafts.SPECS}.")
 _NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
 _PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
 _LIMIT = flags.DEFINE_integer("limit", 4, "Prompts that are answered.", lower_bound=1)
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens(64)
 _JSON = launch.define_json()
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
@@ -82,7 +83,7 @@ def figures(probe: Probe) -> dict[str, Any]:
         "num_draft_tokens": result.num_draft_tokens,
         "num_tokens": result.num_tokens,
         "tau": result.tau,
-        "alpha": launch.listed(result.alpha),
+        "alpha": tables.listed(result.alpha),
     }
 
 

@@ -37,7 +37,7 @@ _NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
 _TREE = drafts.define_tree()
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _MAX_LEN = flags.DEFINE_integer(
     "max_len", None, "Rows of the KV cache: prompt and answer. Default: what they need."
 )

@@ -44,7 +44,7 @@ _NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
 _TREE = drafts.define_tree()
 _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 384, "Longest answer, in tokens.")
+_MAX_NEW_TOKENS = launch.define_max_new_tokens(384)
 _BATCH = flags.DEFINE_integer("batch", 8, "Prompts decoded together.", lower_bound=1)
 
 
