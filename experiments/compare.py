@@ -63,8 +63,10 @@ def main() -> None:
     )
     if distill.CONFIG.value:
         raise ValueError("--train names the configs here, --config none")
-    names = launch.require_names("configs", [path.partition(":")[0] for path in _CONFIGS.value])
-    launch.require_names("prompt files", _PROMPTS.value)
+    names = launch.require_names(
+        "configs", [path.partition(":")[0] for path in _CONFIGS.value], [".py"]
+    )
+    launch.require_names("prompt files", _PROMPTS.value, [".jsonl"])
     if "@" in distill.WORKDIR.value:
         raise ValueError("--workdir must not have an @ in it: that ends the name of a drafter")
     workdir = pathlib.Path(distill.WORKDIR.value)
@@ -94,7 +96,10 @@ def main() -> None:
             )  # fmt: skip
         if not manifest.name_of(workdir / name / "drafter"):
             raise ValueError(f"{name} was asked to end early; the same command goes on")
-    folders = {str(workdir / name / "drafter"): name for name in names}
+    folders = {
+        f"{workdir / name / 'drafter'}@{plan['drafters'][name]['num_draft_tokens']}": name
+        for name in names
+    }
     child(
         "evaluate", f"--target={plan['target']}",
         *(f"--drafter={spec}" for spec in (*_BASELINES.value, *folders)),
@@ -106,7 +111,9 @@ def main() -> None:
     )  # fmt: skip
     evaluation = json.loads((workdir / "evaluation.json").read_text("utf-8"))
     rows = [
-        row | {"drafter": folders.get(row["drafter"], row["drafter"])} for row in evaluation["rows"]
+        row | {"drafter": folders.get(row["drafter"], row["drafter"])}
+        for row in evaluation["rows"]
+        if row["temperature"] in _TEMPERATURES.value  # an interrupted run may have had others
     ]
     curves = {name: curve(workdir / name / "metrics.jsonl") for name in names}
     report = written(plan, curves, rows, evaluation["settings"])
@@ -180,6 +187,7 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
             "parameters": int(sum(jax.tree.leaves(sizes))),
             "seconds_a_step": seconds,
             "steps": steps,
+            "num_draft_tokens": loaded[name].drafter.num_draft_tokens,
             # The share of the run that the config gives it.
             "warmup_steps": config.optimizer.warmup_steps * steps // config.total_steps,
         }

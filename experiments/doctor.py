@@ -43,10 +43,10 @@ def main() -> None:
     launch.require(target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value)
     launch.check_writable(_JSON.value)
     texts = read_prompts(_PROMPTS.value, _LIMIT.value)
-    if _DRAFTER.value == "none":
-        raise ValueError("--drafter=none: there is no drafter to examine")
     target = launch.load_target(_TARGET.value)
     loaded = drafts.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, [])
+    if loaded is None:
+        raise ValueError(f"--drafter={_DRAFTER.value}: there is no drafter to examine")
     prompts = launch.encode(target, _PROMPTS.value, "prompt", dict(enumerate(texts, start=1)))
     findings, probe = diagnose(
         target, loaded, prompts, folder=folder_of(_DRAFTER.value),
@@ -102,8 +102,15 @@ def show(findings: list[Finding], probe: Probe) -> None:
         cells = finding.check, finding.verdict, finding.seen, finding.advice
         table.add_row(*map(Text, cells))  # "[MASK]" is no markup
     CONSOLE.print(table)
-    if all(finding.verdict is not Verdict.WRONG for finding in findings):
-        CONSOLE.print("Nothing is wrong: α is what this drafter has learnt, on prompts like these.")
+    verdicts = [finding.verdict for finding in findings]
+    if Verdict.WRONG in verdicts:
+        return
+    unsure = verdicts.count(Verdict.UNSURE)
+    CONSOLE.print(
+        f"Nothing is wrong as far as can be told; unsure: {unsure}."
+        if unsure
+        else "Nothing is wrong: this is what the drafter can do on prompts like these."
+    )
 
 
 if __name__ == "__main__":

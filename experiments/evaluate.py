@@ -12,10 +12,10 @@ width take here; `+confidence:0.5` verifies those before the first that is less 
 
 A prompt file has one `{"turns": ["…"]}` a line; with `--turns=2` a second turn follows plain
 decoding's answer to the first. With `--parts` a plain step, a draft and a verification are timed too,
-and say which speed-up they predict. With `--json` the same command again goes on behind what the file
-holds. With `--peer`, Hugging Face `transformers` decodes the same prompts in turn, plainly, by prompt
-lookup (`ngram`) and assisted (`draft_lm`), in a process that needs memory for a second copy of the
-models.
+and say which speed-up they predict; a cycle's pass is a verification or, without a draft, a plain step.
+With `--json` the same command again goes on behind what the file holds. With `--peer`, Hugging Face
+`transformers` decodes the same prompts in turn, plainly, by prompt lookup (`ngram`) and assisted
+(`draft_lm`), in a process that needs memory for a second copy of the models.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def main() -> None:
         launch.check_writable(path)
     if _TREE.value and _NUM_DRAFT_TOKENS.value:
         raise ValueError("give either --num_draft_tokens or --tree")
-    launch.require_names("targets", _TARGETS.value)
-    names = launch.require_names("prompt files", _PROMPTS.value)
+    launch.require_names("targets", _TARGETS.value, [".gguf"])
+    names = launch.require_names("prompt files", _PROMPTS.value, [".jsonl"])
     files = {
         name: dict(enumerate(read_conversations(path, _LIMIT.value), start=1))
         for name, path in zip(names, _PROMPTS.value, strict=True)
@@ -153,6 +153,7 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
     results.check_identity(target.name, identity)
     # The same for all files: every drafter is compiled once.
     size = max(room(target, name, read) for name, read in files.items())
+    most = max(map(len, files.values()))
     cells = itertools.product(_BATCH.value, _SAMPLING["temperature"].value)
     with contextlib.ExitStack() as stack:
         peer = None
@@ -166,7 +167,7 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
             sampling = launch.sampling_options(_SAMPLING) | {"temperature": temperature}
             controllers = {
                 spec: drafts.load_controller(
-                    spec, target, drafter, batch, size, _RULE.value, sampling
+                    spec, target, drafter, min(batch, most), size, _RULE.value, sampling
                 )
                 for spec, drafter in drafters.items()
             }
@@ -188,6 +189,8 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
                     row = told | {"drafter": spec} | figures(result, parts)
                     row["controller_cycle_seconds"] = told_costs(controllers[spec])
                     rows.append(row | {"identity": identity})
+                if _PARTS.value and not all(x.rows_a_batch for x in measured.values()):
+                    print(f"{name}: batches of several sizes: their parts are not timed")
                 results.add(rows)
 
 

@@ -64,13 +64,14 @@ def define_max_new_tokens(default: int = 128) -> flags.FlagHolder:
     return flags.DEFINE_integer("max_new_tokens", default, text, module_name=MAIN)
 
 
-def require_names(what: str, paths: Sequence[str]) -> list[str]:
-    """The names of files, without folder and ending.
+def require_names(what: str, paths: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """The names of files, without folder and these endings.
 
     Raises:
       ValueError: two are alike.
     """
-    names = [pathlib.Path(path).stem for path in paths]
+    files = map(pathlib.Path, paths)
+    names = [path.stem if path.suffix in endings else path.name for path in files]
     if len(set(names)) < len(names):
         raise ValueError(f"the {what} {', '.join(paths)} cannot be told apart by their names")
     return names

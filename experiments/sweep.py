@@ -56,7 +56,7 @@ def main() -> None:
             raise ValueError(f"--drafter={spec}: --lengths says what is drafted here")
     for path in (_JSON.value, _PLOT.value):
         launch.check_writable(path)
-    names = launch.require_names("prompt files", _PROMPTS.value)
+    names = launch.require_names("prompt files", _PROMPTS.value, [".jsonl"])
     texts = {
         name: dict(enumerate(read_prompts(path, _LIMIT.value), start=1))
         for name, path in zip(names, _PROMPTS.value, strict=True)

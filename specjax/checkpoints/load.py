@@ -43,7 +43,9 @@ def load_target(
     dtype = jnp.dtype(dtype)
     path = _locate(str(source))
     if path.is_dir():
-        return _load_folder(path, dtype, progress)
+        # The folder of a hub id has a revision's name.
+        given = pathlib.Path(os.path.expanduser(source)).is_dir()
+        return _load_folder(path, path.name if given else str(source), dtype, progress)
     return _load_gguf(path, dtype, progress)
 
 
@@ -69,19 +71,21 @@ def _locate(source: str) -> pathlib.Path:
     )
 
 
-def _load_folder(folder: pathlib.Path, dtype: jnp.dtype, progress: Progress | None) -> Target:
+def _load_folder(
+    folder: pathlib.Path, name: str, dtype: jnp.dtype, progress: Progress | None
+) -> Target:
     if not (folder / "config.json").exists():
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(f"{folder} is no model folder: no config.json; it holds {found}")
     raw = huggingface.read_json(folder / "config.json")
     config = model_config.config_from_hf(raw)
-    memory.tell(folder.name, config, dtype)
+    memory.tell(name, config, dtype)
     offset = 1.0 if raw["model_type"] == "gemma3_text" else 0.0
     params = convert.convert(
         config, huggingface.folder_tensors(folder), dtype, progress, norm_offset=offset
     )
     return Target(
-        folder.name,
+        name,
         config,
         params,
         tokenizer=tokenizers.tokenizer_from_folder(folder),

@@ -28,12 +28,12 @@ def figures(result: Evaluation, costs: Costs | None) -> dict[str, Any]:
     predicted = parts = None
     if costs is not None:
         predicted = result.predicted_speedup(costs)
-        verify = result.pass_seconds(costs)
+        mean_pass = result.pass_seconds(costs)
         parts = {
             "plain": costs.plain,
             "draft": costs.draft,
-            "verify": verify,
-            "overhead": result.cycle_seconds - costs.draft - verify,
+            "pass": mean_pass,
+            "overhead": result.cycle_seconds - costs.draft - mean_pass,
         }
     return {
         "num_draft_tokens": result.num_draft_tokens,
@@ -54,7 +54,7 @@ def figures(result: Evaluation, costs: Costs | None) -> dict[str, Any]:
         "cycle_ms": 1e3 * result.cycle_seconds,
         **{
             f"{part}_ms": None if parts is None else 1e3 * parts[part]
-            for part in ("plain", "draft", "verify", "overhead")
+            for part in ("plain", "draft", "pass", "overhead")
         },
         "compile_seconds": result.compile_seconds,
         "identical": worst(result.identical) if result.identical else None,
@@ -118,7 +118,7 @@ def _predicted(row: Row) -> str:
 def _parts(row: Row) -> str:
     if row["draft_ms"] is None:
         return "–"
-    return " + ".join(f"{row[f'{part}_ms']:.1f}" for part in ("draft", "verify", "overhead"))
+    return " + ".join(f"{row[f'{part}_ms']:.1f}" for part in ("draft", "pass", "overhead"))
 
 
 def _peer(kind: str) -> Callable[[Row], str]:
@@ -145,7 +145,7 @@ COLUMNS: dict[str, tuple[Callable[[Row], str], str | None]] = {
     "spec. tok/s": (lambda row: f"{row['speculative_tokens_per_second']:.1f}", None),
     "speed-up": (lambda row: within(row, "speedup", "×"), None),
     "predicted (error)": (_predicted, "predicted_speedup"),
-    "draft + verify + rest, ms": (_parts, "draft_ms"),
+    "draft + pass + rest, ms": (_parts, "draft_ms"),
     "identical": (lambda row: row["identical"] or "–", "identical"),
     "transformers plain": (_peer("plain"), "times_peer_plain"),
     "speculative": (_peer("speculative"), "times_peer_speculative"),

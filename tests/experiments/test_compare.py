@@ -45,6 +45,7 @@ def test_same_time_same_features_one_report(run, model, text, tmp_path):
         assert json.loads(lines[-1])["step"] == figures["steps"]
     rows = json.loads((tmp_path / "fight" / "evaluation.json").read_text())["rows"]
     assert len(rows) == 3 and {row["identical"] for row in rows} == {"yes"}
+    assert [row["num_draft_tokens"] for row in rows[1:]] == [2, 2]  # as the configs have it
     report = (tmp_path / "fight" / "report.md").read_text()
     for name in DRAFTERS:
         assert report.count(f"| {name} |") == 2
