@@ -4,7 +4,7 @@ r"""DFlash for SmolLM2, trained on text it wrote.
     --config.data.path=responses.jsonl
 
 700 steps took 17 minutes on two CPU cores: α of the five drafts 0.22, 0.13, 0.10, 0.09, 0.09, and on
-held-out prompts τ 1.34 at temperature 0, 1.26 at 1 (docs/results.md).
+held-out prompts τ 1.34 at temperature 0, 1.26 at 1 (docs/results/smollm2_dflash_metrics.jsonl).
 `responses.jsonl` is written by `experiments.regenerate`. With `:runlocal` behind the config's name it
 is the same in few and short steps, less than two minutes on two CPU cores.
 """

@@ -58,7 +58,7 @@ def main() -> None:
     launch.check_writable(_JSON.value)
     if jax.default_backend() != "cpu":
         raise ValueError("the sides share one machine: a CPU's only")
-    target = launch.load_target(config.target)
+    target = launch.load_target(config.target, config.data.template_options.to_dict())
     examples, _ = distill.read(config, target)
     loaded = distill.first_drafter(config, target, examples)
     started = time.perf_counter()
@@ -112,7 +112,7 @@ def cached_batches(
 def serve(config: ConfigDict) -> None:
     """Takes a training step for every line on stdin."""
     output, sys.stdout = sys.stdout, sys.stderr
-    target = launch.load_target(config.target)
+    target = launch.load_target(config.target, config.data.template_options.to_dict())
     examples, _ = distill.read(config, target)
     loaded = distill.first_drafter(config, target, examples)
     batches = iter(cached_batches(config, target, loaded, examples))

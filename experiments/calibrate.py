@@ -1,7 +1,7 @@
 r"""Makes the confidence of a DSpark drafter true, and writes it with the temperatures that do.
 
   python -m experiments.calibrate --target=smollm2 --drafter=runs/smollm2_dspark/drafter \
-    --prompts=held_out.jsonl --temperature=1 --out=runs/smollm2_dspark/calibrated
+    --prompts=other_prompts.jsonl --temperature=1 --out=runs/smollm2_dspark/calibrated
 
 The prompts are decoded, the cycles of every other one fitted, and the table is about the rest, which
 were not: how far predicted survival is from what survives (expected calibration error), before
@@ -31,6 +31,7 @@ from specjax.evaluation.prompts import read_prompts
 from specjax.types import DecodeResult, LoadedDrafter
 
 _TARGET = launch.define_target()
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a DSpark drafter.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts; all by default.", lower_bound=2)
@@ -50,7 +51,7 @@ def main() -> None:
     )
     launch.check_writable(_JSON.value)
     launch.check_writable(_PLOT.value)
-    target = launch.load_target(_TARGET.value)
+    target = launch.load_target(_TARGET.value, _TEMPLATE_OPTIONS.value)
     loaded = drafts.load_drafter(_DRAFTER.value, target, None, [])
     if not isinstance(loaded, LoadedDrafter) or not isinstance(loaded.drafter, DSpark):
         raise ValueError(
@@ -59,7 +60,7 @@ def main() -> None:
     if not loaded.drafter.confident:
         raise ValueError(f"--drafter={_DRAFTER.value} has no confidence head to calibrate")
     prompts = dict(enumerate(read_prompts(_PROMPTS.value, _LIMIT.value), start=1))
-    ids = launch.encode(target, _PROMPTS.value, "prompt", prompts)
+    ids = launch.encode(target, _PROMPTS.value, prompts)
     if len(ids) < 2:
         raise ValueError(f"{_PROMPTS.value}: one prompt cannot be fitted and held out")
     raw = dataclasses.replace(loaded.drafter, confidence_temperatures=())

@@ -19,6 +19,7 @@ import itertools
 import json
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -29,12 +30,13 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+import specjax
 from experiments import distill, drafts, launch
 from specjax.distillation.steps import new_state, train_step
-from specjax.distillation.trainer import place, set_up
+from specjax.distillation.trainer import place, score, set_up
 from specjax.drafters import manifest
 from specjax.evaluation import plots, tables
-from specjax.evaluation.prompts import read_conversations
+from specjax.evaluation.prompts import read_prompts
 from specjax.models.target import Target
 
 _CONFIGS = flags.DEFINE_multi_string("train", [], "A file of configs/; may be repeated.")
@@ -45,7 +47,9 @@ _BASELINES = flags.DEFINE_multi_string(
 )
 _PROMPTS = launch.define_prompts()
 _LIMIT = launch.define_limit()
-_TEMPERATURES = flags.DEFINE_multi_float("temperature", [0.0, 1.0], "May be repeated.")
+_TEMPERATURES = flags.DEFINE_multi_float(
+    "temperature", [0.0, 1.0], "May be repeated.", lower_bound=0.0
+)
 _RULE = launch.define_rule()
 _MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _PREPARE = flags.DEFINE_bool("prepare", False, "What the first child process does.")
@@ -75,7 +79,7 @@ def main() -> None:
         return
     pathlib.Path(_DATA.value).open("rb").close()
     for path in _PROMPTS.value:
-        read_conversations(path, _LIMIT.value)
+        read_prompts(path, _LIMIT.value)
     workdir.mkdir(parents=True, exist_ok=True)
     plan_file = workdir / "plan.json"
     if not plan_file.exists():
@@ -102,6 +106,7 @@ def main() -> None:
     }
     child(
         "evaluate", f"--target={plan['target']}",
+        f"--template_options={plan['template_options']}",
         *(f"--drafter={spec}" for spec in (*_BASELINES.value, *folders)),
         *(f"--prompts={path}" for path in _PROMPTS.value),
         *(f"--temperature={temperature}" for temperature in _TEMPERATURES.value),
@@ -132,14 +137,19 @@ def shared_options(workdir: pathlib.Path, taps: list[int]) -> list[str]:
 
 
 def child(program: str, *arguments: str) -> None:
-    """Runs a program of this folder to its end.
+    """Runs a program of this folder to its end; SIGTERM is passed on to it.
 
     Raises:
       ValueError: it failed; its own message is on stderr.
     """
-    done = subprocess.run([sys.executable, "-m", f"experiments.{program}", *arguments], check=False)
-    if done.returncode:
-        raise ValueError(f"experiments.{program} ended with status {done.returncode}")
+    process = subprocess.Popen([sys.executable, "-m", f"experiments.{program}", *arguments])
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if status:
+        raise ValueError(f"experiments.{program} ended with status {status}")
 
 
 def asked() -> dict[str, Any]:
@@ -164,19 +174,25 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
         configs[name] = runpy.run_path(file)["get_config"](mode)
         configs[name].data.path = _DATA.value
         configs[name].features.path = str(workdir / "features")
-    sources = {config.target for config in configs.values()}
-    if len(sources) > 1:
-        raise ValueError(f"the configs are for several targets: {', '.join(sorted(sources))}")
-    target = launch.load_target(sources.pop())
-    for spec in _BASELINES.value:
-        if drafts.load_drafter(spec, target, None, []) is None:
-            raise ValueError("--baseline=none: plain decoding is measured in any case")
+    targets = {
+        (config.target, config.data.template_options.to_json(sort_keys=True))
+        for config in configs.values()
+    }
+    if len(targets) > 1:
+        told = "; ".join(" with template options ".join(pair) for pair in sorted(targets))
+        raise ValueError(f"the configs are for several targets: {told}")
+    name_of_target, template_options = targets.pop()
+    target = launch.load_target(name_of_target, json.loads(template_options))
+    baselines = [drafts.load_drafter(spec, target, None, []) for spec in _BASELINES.value]
+    if None in baselines:
+        raise ValueError("--baseline=none: plain decoding is measured in any case")
     examples = {name: distill.read(config, target)[0] for name, config in configs.items()}
     loaded = {
         name: distill.first_drafter(config, target, examples[name])
         for name, config in configs.items()
     }
     taps = sorted({tap for drafter in loaded.values() for tap in drafter.drafter.taps})
+    rehearse(target, [*baselines, *loaded.values()])
     drafters = {}
     for name, config in configs.items():
         config.features.taps = tuple(taps)
@@ -192,8 +208,25 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
             "warmup_steps": config.optimizer.warmup_steps * steps // config.total_steps,
         }
         print(f"{name}: {seconds:.2f} s a step, {drafters[name]['steps']} steps", flush=True)
-    plan = asked() | {"target": configs[names[0]].target, "taps": taps, "drafters": drafters}
+    plan = asked() | {
+        "target": name_of_target,
+        "template_options": template_options,
+        "taps": taps,
+        "drafters": drafters,
+    }
     launch.write_json(str(workdir / "plan.json"), plan)
+
+
+def rehearse(target: Target, drafters: list[Any]) -> None:
+    """Raises before the training what the evaluation behind it would raise."""
+    for path in _PROMPTS.value:
+        prompts = dict(enumerate(read_prompts(path, _LIMIT.value), start=1))
+        launch.room_for(target, launch.encode(target, path, prompts), _MAX_NEW_TOKENS.value)
+    for drafter in drafters:
+        specjax.decode(
+            target, drafter, [[0, 0]], max_new_tokens=min(_MAX_NEW_TOKENS.value, 1),
+            temperature=max(_TEMPERATURES.value), rule=_RULE.value, key=jax.random.key(0),
+        )  # fmt: skip
 
 
 def seconds_a_step(config: ConfigDict, target: Target, loaded: Any, examples: list[Any]) -> float:
@@ -228,18 +261,24 @@ def written(
     settings: dict[str, Any],
 ) -> str:
     """The report."""
-    trained = [
-        [
-            name,
-            f"{figures['parameters'] / 1e6:.1f}",
-            str(figures["steps"]),
-            f"{curves[name][-1]['minutes']:.1f}",
-            f"{curves[name][-1]['held_out/alpha_1']:.3f}",
-            f"{curves[name][-1]['replayed/tau']:.2f}",
-        ]
-        for name, figures in plan["drafters"].items()
-    ]
-    headings = ["drafter", "parameters, M", "steps", "minutes", "held-out α_1", "replayed τ"]
+    trained = []
+    for name, figures in plan["drafters"].items():
+        # The weights that are decoded with, as the trainer chose them.
+        best = max(curves[name], key=lambda point: score(point, figures["num_draft_tokens"]))
+        trained.append(
+            [
+                name,
+                f"{figures['parameters'] / 1e6:.1f}",
+                str(figures["steps"]),
+                f"{curves[name][-1]['minutes']:.1f}",
+                str(best["step"]),
+                f"{best['held_out/alpha_1']:.3f}",
+                f"{best['replayed/tau']:.2f}",
+            ]
+        )
+    headings = [
+        "drafter", "parameters, M", "steps", "minutes", "best step", "its held-out α_1", "replayed τ",
+    ]  # fmt: skip
     return "\n".join(
         [
             f"# {len(trained)} drafters for {plan['target']}, {plan['minutes']:g} minutes each",

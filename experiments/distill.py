@@ -5,8 +5,8 @@ r"""Trains a drafter for a target.
 
 The same command again goes on from the newest checkpoint; SIGTERM saves and ends with status 0. At the
 end the weights with the best held-out acceptance are exported to `WORKDIR/drafter`, which
-`--drafter=WORKDIR/drafter` of the other programs takes. Every key of a config is in
-`configs/common.py`, and `--config.key=value` changes it.
+`--drafter=WORKDIR/drafter` of the other programs takes (from a bucket, as a copy in a local folder).
+Every key of a config is in `configs/common.py`, and `--config.key=value` changes it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         jax.distributed.initialize()
     config = CONFIG.value.copy_and_resolve_references()
     launch.require(**{"config.data.path": config.data.path, "config.target": config.target})
-    target = launch.load_target(config.target)
+    target = launch.load_target(config.target, config.data.template_options.to_dict())
     train_examples, held_out = read(config, target)
     loaded = first_drafter(config, target, train_examples)
     shardings = param_shardings(target.params, make_mesh(**config.mesh))
@@ -119,7 +119,7 @@ def read(config: ConfigDict, target: Target) -> tuple[list[data.Example], list[d
     """The examples to train on and to evaluate on; prints what was read."""
     examples, stats = data.read_examples(
         config.data.path, target.tokenizer, vocab_size=target.config.vocab_size,
-        max_tokens=config.data.sequence_length, template_options=config.data.template_options,
+        max_tokens=config.data.sequence_length,
     )  # fmt: skip
     say(
         f"{stats.kept} of {stats.read} examples, {stats.too_long} longer than "

@@ -1,12 +1,12 @@
 r"""Finds why acceptance is low: one check for each thing that is usually wrong with a drafter.
 
   python -m experiments.doctor --target=smollm2 --drafter=runs/smollm2_dflash/drafter \
-    --prompts=held_out.jsonl --limit=4
+    --prompts=test_prompts.jsonl --limit=4
 
 The target answers some prompts greedily, and the drafter drafts along the answers: as it is, and with
 one thing changed at a time. Where clearly more would be accepted with, say, other taps, they are wrong,
-and the table says what to do. A prompt file has one `{"turns": ["…"]}` a line; take prompts that the
-drafter was made for. Ends with status 0 where nothing is wrong, 1 otherwise.
+and the table says what to do. A prompt file has one `{"turns": ["…"]}` or `{"prompt": "…"}` a line;
+take prompts that the drafter was made for. Ends with status 0 where nothing is wrong, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import drafts, launch
-from specjax.distillation.doctor import Finding, Verdict, diagnose
+from specjax.distillation.doctor import Finding, Status, diagnose
 from specjax.distillation.probe import Probe
 from specjax.evaluation import tables
 from specjax.evaluation.prompts import read_prompts
 
 _TARGET = launch.define_target()
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _DRAFTER = flags.DEFINE_string("drafter", None, f"{drafts.SPECS}.")
 _NUM_DRAFT_TOKENS = drafts.define_num_draft_tokens()
 _PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
@@ -43,11 +44,11 @@ def main() -> None:
     launch.require(target=_TARGET.value, drafter=_DRAFTER.value, prompts=_PROMPTS.value)
     launch.check_writable(_JSON.value)
     texts = read_prompts(_PROMPTS.value, _LIMIT.value)
-    target = launch.load_target(_TARGET.value)
+    target = launch.load_target(_TARGET.value, _TEMPLATE_OPTIONS.value)
     loaded = drafts.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, [])
     if loaded is None:
         raise ValueError(f"--drafter={_DRAFTER.value}: there is no drafter to examine")
-    prompts = launch.encode(target, _PROMPTS.value, "prompt", dict(enumerate(texts, start=1)))
+    prompts = launch.encode(target, _PROMPTS.value, dict(enumerate(texts, start=1)))
     findings, probe = diagnose(
         target, loaded, prompts, folder=folder_of(_DRAFTER.value),
         max_new_tokens=_MAX_NEW_TOKENS.value,
@@ -64,7 +65,7 @@ def main() -> None:
     }
     rows = [dataclasses.asdict(finding) for finding in findings]
     launch.write_json(_JSON.value, {"settings": settings, **figures(probe), "rows": rows})
-    wrong = [finding.check for finding in findings if finding.verdict is Verdict.WRONG]
+    wrong = [finding.check for finding in findings if finding.status is Status.WRONG]
     if wrong:
         raise ValueError(f"{len(wrong)} of {len(findings)} checks: wrong is {', '.join(wrong)}")
 
@@ -99,13 +100,13 @@ def show(findings: list[Finding], probe: Probe) -> None:
     for heading in ("check", "", "seen", "what to do"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        cells = finding.check, finding.verdict, finding.seen, finding.advice
+        cells = finding.check, finding.status, finding.seen, finding.advice
         table.add_row(*map(Text, cells))  # "[MASK]" is no markup
     CONSOLE.print(table)
-    verdicts = [finding.verdict for finding in findings]
-    if Verdict.WRONG in verdicts:
+    statuses = [finding.status for finding in findings]
+    if Status.WRONG in statuses:
         return
-    unsure = verdicts.count(Verdict.UNSURE)
+    unsure = statuses.count(Status.UNSURE)
     CONSOLE.print(
         f"Nothing is wrong as far as can be told; unsure: {unsure}."
         if unsure

@@ -51,6 +51,7 @@ from specjax.types import Controller, Drafter, LoadedDrafter, drafter_and_params
 from specjax.verification import RULES, greedy
 
 _TARGETS = flags.DEFINE_multi_string("target", [], f"{launch.TARGETS} May be repeated.")
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _DRAFTERS = flags.DEFINE_multi_string(
     "drafter", ["ngram"], f"{drafts.CONTROLLED_SPECS}; may be repeated."
 )
@@ -121,6 +122,7 @@ def settings(files: Files) -> dict[str, Any]:
             name: hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]
             for name, read in files.items()
         },
+        "template_options": _TEMPLATE_OPTIONS.value,
         "turns": _TURNS.value,
         "max_prompt_tokens": _MAX_PROMPT_TOKENS.value,
         "max_new_tokens": _MAX_NEW_TOKENS.value,
@@ -136,7 +138,7 @@ def settings(files: Files) -> dict[str, Any]:
 
 def evaluate_target(source: str, files: Files, results: Results) -> None:
     """Everything that is asked of one target and not there yet."""
-    target = launch.load_target(source)
+    target = launch.load_target(source, _TEMPLATE_OPTIONS.value)
     files = {name: fitting(target, name, read) for name, read in files.items()}
     length = _NUM_DRAFT_TOKENS.value[0] if len(_NUM_DRAFT_TOKENS.value) == 1 else None
     drafters = {
@@ -153,7 +155,6 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
     results.check_identity(target.name, identity)
     # The same for all files: every drafter is compiled once.
     size = max(room(target, name, read) for name, read in files.items())
-    most = max(map(len, files.values()))
     cells = itertools.product(_BATCH.value, _SAMPLING["temperature"].value)
     with contextlib.ExitStack() as stack:
         peer = None
@@ -165,15 +166,13 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
             if peer is None:
                 peer = stack.enter_context(start_peer(target, drafters))
             sampling = launch.sampling_options(_SAMPLING) | {"temperature": temperature}
-            controllers = {
-                spec: drafts.load_controller(
-                    spec, target, drafter, min(batch, most), size, _RULE.value, sampling
-                )
-                for spec, drafter in drafters.items()
-            }
+            controllers_of = functools.cache(
+                functools.partial(load_controllers, target, drafters, size, sampling)
+            )
             timed = functools.cache(functools.partial(costs_of, target, size, sampling))
             for name in left:
                 conversations = list(files[name].values())
+                controllers = controllers_of(min(batch, len(conversations)))
                 with launch.progress() as report:
                     measured = evaluate_turns(
                         target, drafters, conversations, turns=_TURNS.value, batch=batch,
@@ -194,6 +193,20 @@ def evaluate_target(source: str, files: Files, results: Results) -> None:
                 results.add(rows)
 
 
+def load_controllers(
+    target: Target,
+    drafters: Mapping[str, Drafter | LoadedDrafter],
+    max_len: int,
+    sampling: Mapping[str, Any],
+    batch: int,
+) -> dict[str, Controller | None]:
+    """The controllers that drafters are named with, for batches of this size."""
+    return {
+        spec: drafts.load_controller(spec, target, drafter, batch, max_len, _RULE.value, sampling)
+        for spec, drafter in drafters.items()
+    }
+
+
 def room(target: Target, name: str, read: Mapping[int, Sequence[str]]) -> int:
     """Rows of a cache for a file of conversations; an error begins with the file's name."""
     try:
@@ -210,7 +223,7 @@ def fitting(target: Target, name: str, read: Mapping[int, list[str]]) -> Mapping
     """
     longest = _MAX_PROMPT_TOKENS.value
     texts = {number: turns[0] for number, turns in read.items()}
-    ids = launch.encode(target, name, "prompt", texts, fitting=longest is None)
+    ids = launch.encode(target, name, texts, fitting=longest is None)
     lengths = dict(zip(texts, map(len, ids), strict=True))
     kept = {
         number: turns

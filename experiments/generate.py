@@ -28,6 +28,7 @@ from specjax.models.target import Target
 from specjax.types import DecodeResult, Drafter, LoadedDrafter, Progress
 
 _TARGET = launch.define_target()
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", f"{drafts.CONTROLLED_SPECS}.")
 _PROMPTS = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _CHAT = flags.DEFINE_bool(
@@ -57,7 +58,7 @@ def main() -> None:
         raise ValueError("--compare and --transcript need a drafter, got --drafter=none")
     for path in (_HTML.value, _JSON.value):
         launch.check_writable(path)
-    target = launch.load_target(_TARGET.value)
+    target = launch.load_target(_TARGET.value, _TEMPLATE_OPTIONS.value)
     drafter = drafts.load_drafter(
         _DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value, controlled=True
     )

@@ -40,6 +40,25 @@ def define_target() -> flags.FlagHolder:
     return flags.DEFINE_string("target", None, TARGETS, module_name=MAIN)
 
 
+class _JsonObject(flags.ArgumentParser):
+    """A JSON object."""
+
+    syntactic_help = "a JSON object"
+
+    def parse(self, argument: str | dict[str, Any]) -> dict[str, Any]:
+        """The object, as absl asks for it."""
+        value = json.loads(argument) if isinstance(argument, str) else argument
+        if not isinstance(value, dict):
+            raise ValueError(f'expected {{"name": value, …}}, got {argument}')
+        return value
+
+
+def define_template_options() -> flags.FlagHolder:
+    """`--template_options`."""
+    text = 'Arguments of the chat template, as {"enable_thinking": false}.'
+    return flags.DEFINE(_JsonObject(), "template_options", {}, text, module_name=MAIN)
+
+
 def define_rule() -> flags.FlagHolder:
     """`--rule`."""
     text = "Verification rule above temperature 0."
@@ -78,14 +97,13 @@ def require_names(what: str, paths: Sequence[str], endings: Sequence[str]) -> li
 
 
 def encode(
-    target: Target, path: str, what: str, prompts: Mapping[int, str], *, fitting: bool = True
+    target: Target, path: str, prompts: Mapping[int, str], *, fitting: bool = True
 ) -> list[np.ndarray]:
     """Token ids of a file's prompts, each with room for an answer.
 
     Args:
       target: whose tokenizer and context.
       path: of the file, for the message.
-      what: the numbers count, `prompt` or `line`.
       prompts: by number.
       fitting: one without room is an error.
 
@@ -99,7 +117,7 @@ def encode(
             if fitting:
                 cache_size(target, ids[-1:], np.ones(1, int))
         except ValueError as error:
-            raise ValueError(f"{path}, {what} {number}: {error}") from None
+            raise ValueError(f"{path}, prompt {number}: {error}") from None
     return ids
 
 
@@ -142,13 +160,13 @@ def require(**values: Any) -> None:
             raise ValueError(f"--{name} is missing (see --help)")
 
 
-def load_target(source: str) -> Target:
+def load_target(source: str, template_options: Mapping[str, Any] | None = None) -> Target:
     """The target, with progress bars; on a terminal, what its weights need is told first."""
     log = python_logging.getLogger("specjax.checkpoints.memory")
     with progress() as report:
         log.handlers, log.propagate = [python_logging.StreamHandler()], False  # without a prefix
         log.setLevel("INFO" if report else "WARNING")
-        return specjax.load_target(source, progress=report)
+        return specjax.load_target(source, template_options=template_options, progress=report)
 
 
 def define_json() -> flags.FlagHolder:

@@ -3,8 +3,9 @@ r"""Lets the target answer prompts, for a drafter to learn from its own text.
   python -m experiments.regenerate --target=smollm2 --prompts=in.jsonl --out=out.jsonl \
     --drafter=ngram --temperature=0.7 --top_p=0.9
 
-A prompt file has one `{"turns": ["…"]}` (the first is used) or `{"prompt": "…"}` a line. The answer to
-line n becomes line n of `--out`: `{"prompt", "response", "prompt_tokens", "response_tokens", "stop"}`.
+A prompt file has one `{"turns": ["…"]}` (the first is used) or `{"prompt": "…"}` a line. The answer
+to prompt n becomes line n of `--out`, with `prompt`, `response`, `prompt_tokens`, `response_tokens` and
+`stop`.
 
 The same command again goes on where the last one stopped. What the answers depend on is kept in
 `OUT.json`, and a file that was made otherwise is refused. `--drafter`, `--rule`, `--batch` and
@@ -30,12 +31,13 @@ from absl import flags
 import specjax
 from experiments import drafts, launch
 from specjax import metrics
-from specjax.distillation.data import read_lines
+from specjax.evaluation.prompts import read_prompts
 from specjax.models.target import Target
 from specjax.models.tokenizer import fingerprint
 from specjax.types import DecodeResult, StopReason
 
 _TARGET = launch.define_target()
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _PROMPTS = flags.DEFINE_string("prompts", None, "A prompt file.")
 _OUT = flags.DEFINE_string("out", None, "File that the answers are appended to.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Prompts to answer; all by default.", lower_bound=1)
@@ -51,11 +53,10 @@ _BATCH = flags.DEFINE_integer("batch", 8, "Prompts decoded together.", lower_bou
 def main() -> None:
     """Checks everything, decodes batch after batch, appends the answers, prints the figures."""
     launch.require(target=_TARGET.value, prompts=_PROMPTS.value, out=_OUT.value)
-    prompts = read_prompts(_PROMPTS.value, _LIMIT.value)
-    texts = list(prompts.values())
-    target = launch.load_target(_TARGET.value)
+    texts = read_prompts(_PROMPTS.value, _LIMIT.value)
+    target = launch.load_target(_TARGET.value, _TEMPLATE_OPTIONS.value)
     drafter = drafts.load_drafter(_DRAFTER.value, target, _NUM_DRAFT_TOKENS.value, _TREE.value)
-    ids = launch.encode(target, _PROMPTS.value, "line", prompts)
+    ids = launch.encode(target, _PROMPTS.value, dict(enumerate(texts, start=1)))
     out = pathlib.Path(_OUT.value)
     check_settings(out, settings(target))
     done = count_answers(out, texts)
@@ -83,27 +84,6 @@ def main() -> None:
         f"{len(texts) - done} answers ({done} were there): "
         f"{counts.sum() / seconds:.1f} tokens/s, τ {metrics.tau(counts):.2f}"
     )
-
-
-def read_prompts(path: str, limit: int | None) -> dict[int, str]:
-    """The prompts of a file by their line's number.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: a line is no prompt, or there is none.
-    """
-    prompts = {}
-    for number, record in itertools.islice(read_lines(path), limit):
-        turns = [record["prompt"]] if "prompt" in record else record.get("turns")
-        if not (isinstance(turns, list) and turns and isinstance(turns[0], str)):
-            raise ValueError(
-                f'{path}, line {number}: expected {{"turns": ["text", …]}} or '
-                f'{{"prompt": "text"}}, got {str(record)[:60]}'
-            )
-        prompts[number] = turns[0]
-    if not prompts:
-        raise ValueError(f"{path}: no prompts in it")
-    return prompts
 
 
 def settings(target: Target) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Results:
         if other:
             differ = ", ".join(f"{name} {before.get(name)} (now {now.get(name)})" for name in other)
             raise ValueError(
-                f"{self._path} holds results with {differ}: give these again, or another --json"
+                f"{self._path} holds results with {differ}: give these again, or move that file away"
             )
 
     def check_identity(self, target: str, identity: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ r"""Speed-up over K, measured and as the law of its acceptance and costs predict
 
 Every K of a drafter decodes the same prompts, in turn with plain decoding. Costs are measured beside
 it: a plain step, the draft of K tokens, their verification. The law is fitted to these costs and to
-the acceptance of the longest drafts alone, so that for every other K it is a prediction.
+the acceptance of the longest drafts alone, so that for every other K it is a prediction. It knows of no
+rows that end before the others: with `--batch` it promises too much where answers differ in length.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from specjax.types import drafter_and_params
 from specjax.verification import RULES, greedy
 
 _TARGET = launch.define_target()
+_TEMPLATE_OPTIONS = launch.define_template_options()
 _DRAFTERS = flags.DEFINE_multi_string(
     "drafter", [], f"{drafts.SPECS}; it drafts chains. May be repeated."
 )
@@ -40,7 +42,9 @@ _RULE = launch.define_rule()
 _SAMPLING = launch.define_sampling()
 _MAX_NEW_TOKENS = launch.define_max_new_tokens()
 _BATCH = flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
-_WANTED = flags.DEFINE_float("wanted", 3.0, "A speed-up: what α or β would it need?")
+_WANTED = flags.DEFINE_float(
+    "wanted", 3.0, "A speed-up: what α or β would it need?", lower_bound=1.0
+)
 _JSON = launch.define_json()
 _PLOT = launch.define_plot()
 
@@ -61,10 +65,13 @@ def main() -> None:
         name: dict(enumerate(read_prompts(path, _LIMIT.value), start=1))
         for name, path in zip(names, _PROMPTS.value, strict=True)
     }
-    target = launch.load_target(_TARGET.value)
-    encoded = {
-        name: launch.encode(target, name, "prompt", prompts) for name, prompts in texts.items()
-    }
+    for name, prompts in texts.items():
+        if len(prompts) % _BATCH.value:
+            raise ValueError(
+                f"{name}: {len(prompts)} prompts are no batches of {_BATCH.value}, which costs are of"
+            )
+    target = launch.load_target(_TARGET.value, _TEMPLATE_OPTIONS.value)
+    encoded = {name: launch.encode(target, name, prompts) for name, prompts in texts.items()}
     rows, summaries, measured, laws = [], [], {}, {}
     for spec in _DRAFTERS.value:
         measured[spec], laws[spec] = {}, {}
@@ -115,7 +122,8 @@ def sweep(
                 max_new_tokens=_MAX_NEW_TOKENS.value, max_len=size,
                 **launch.sampling_options(_SAMPLING),
             )  # fmt: skip
-        law = Law.fit(conditional(results[str(lengths[-1])].survival), costs)
+        longest = results[str(lengths[-1])]
+        law = Law.fit(conditional(longest.survival), costs, longest.drafting_share)
         yield name, results, law, costs
 
 

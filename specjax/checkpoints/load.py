@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ def load_target(
     source: str | pathlib.Path,
     *,
     dtype: jax.typing.DTypeLike | None = None,
+    template_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Target:
     """Loads a target.
@@ -32,11 +35,13 @@ def load_target(
         (`owner/name`), or the name of a packaged model (`smollm2`).
       dtype: of the weights and the computation; by default float32 on CPU, where bfloat16 products
         are many times slower, and bfloat16 elsewhere.
+      template_options: arguments of the chat template in every prompt, such as `enable_thinking`.
       progress: called with (what, done, total).
 
     Raises:
       FileNotFoundError: nothing of that name; the message says what was looked for.
-      ValueError: the checkpoint is damaged, incomplete or of an unsupported architecture.
+      ValueError: the checkpoint is damaged, incomplete or of an unsupported architecture, or its
+        chat template does not read an option.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -45,8 +50,14 @@ def load_target(
     if path.is_dir():
         # The folder of a hub id has a revision's name.
         given = pathlib.Path(os.path.expanduser(source)).is_dir()
-        return _load_folder(path, path.name if given else str(source), dtype, progress)
-    return _load_gguf(path, dtype, progress)
+        target = _load_folder(path, path.name if given else str(source), dtype, progress)
+    else:
+        target = _load_gguf(path, dtype, progress)
+    if template_options:
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer, so no template options")
+        tokenizers.set_template_options(target.tokenizer, template_options)
+    return target
 
 
 def _locate(source: str) -> pathlib.Path:

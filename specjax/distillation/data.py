@@ -71,7 +71,6 @@ def read_examples(
     *,
     vocab_size: int,
     max_tokens: int,
-    template_options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Example], ReadStats]:
     """The examples of a file, in its order.
 
@@ -81,7 +80,6 @@ def read_examples(
       tokenizer: the target's; None where the file holds token ids.
       vocab_size: the target's.
       max_tokens: longer examples are left out, and counted.
-      template_options: further arguments of the chat template, such as `enable_thinking`.
 
     Raises:
       OSError: the file cannot be read.
@@ -97,7 +95,7 @@ def read_examples(
                 _check_origin(made_with | record, ours)
                 example = _from_tokens(record)
             else:
-                example = _from_text(record, tokenizer, template_options or {})
+                example = _from_text(record, tokenizer)
             wrong = example.tokens[(example.tokens < 0) | (example.tokens >= vocab_size)]
             if wrong.size:
                 raise ValueError(
@@ -163,11 +161,7 @@ def _from_tokens(record: Mapping[str, Any]) -> Example:
     return Example(tokens, np.arange(len(tokens)) >= len(parts[0]))
 
 
-def _from_text(
-    record: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerFast | None,
-    options: Mapping[str, Any],
-) -> Example:
+def _from_text(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> Example:
     if tokenizer is None:
         raise ValueError("this target has no tokenizer: give prompt_tokens and response_tokens")
     messages = record.get("messages", _from_sharegpt(record.get("conversations")))
@@ -179,7 +173,7 @@ def _from_text(
                 f"got {', '.join(record) or 'nothing'}"
             )
         messages = [{"role": role, "content": record[name]} for role, name in roles.items()]
-    return encode_chat(tokenizer, messages, **{"tools": record.get("tools"), **options})
+    return encode_chat(tokenizer, messages, tools=record.get("tools"))
 
 
 def _from_sharegpt(conversation: Any) -> Any:

@@ -40,7 +40,7 @@ MASKS = 12  # special tokens beside the named ones that are tried as a mask: som
 ROUNDING = 0.01, 0.05  # share of anchors or cycles that may differ in float32, in narrower types
 
 
-class Verdict(enum.StrEnum):
+class Status(enum.StrEnum):
     """What a check says."""
 
     OK = "ok"
@@ -55,18 +55,18 @@ class Finding:
 
     Attributes:
       check: its name.
-      verdict: ok, wrong, unsure, not applicable.
+      status: ok, wrong, unsure, not applicable.
       seen: what was compared or measured.
       advice: what to do; empty where there is nothing to do.
     """
 
     check: str
-    verdict: Verdict
+    status: Status
     seen: str
     advice: str = ""
 
 
-Outcome = tuple[Verdict, str, str] | tuple[Verdict, str]  # all of a finding but its name
+Outcome = tuple[Status, str, str] | tuple[Status, str]  # all of a finding but its name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,8 +149,8 @@ def judge(
         seen += "".join(f"; {change}: {after.mean():.2f}" for change, after in tried.items())
         best = max(tried, key=lambda change: tried[change].mean())
         if rises(before, tried[best]):
-            return Verdict.WRONG, seen, advice.format(best)
-    return Verdict.OK, seen
+            return Status.WRONG, seen, advice.format(best)
+    return Status.OK, seen
 
 
 def _hash_of(
@@ -158,16 +158,16 @@ def _hash_of(
 ) -> Outcome:
     """A hash in the drafter's folder against the target's."""
     if case.folder is None:
-        return Verdict.NOT_APPLICABLE, "the drafter has no folder"
+        return Status.NOT_APPLICABLE, "the drafter has no folder"
     if case.told.get(key) is None:
         silent = "does not say for which" if case.told else "is missing: nothing says for which"
         return (
-            Verdict.UNSURE, f"{manifest.FILE} in its folder {silent} {what}",
+            Status.UNSURE, f"{manifest.FILE} in its folder {silent} {what}",
             f"make sure that it was trained with this {what}",
         )  # fmt: skip
     if case.told[key] != now():
-        return Verdict.WRONG, f"it was made with {case.told[key]}, the target has {now()}", advice
-    return Verdict.OK, str(case.told[key])
+        return Status.WRONG, f"it was made with {case.told[key]}, the target has {now()}", advice
+    return Status.OK, str(case.told[key])
 
 
 def check_target(case: Case) -> Outcome:
@@ -184,7 +184,7 @@ def check_tokenizer(case: Case) -> Outcome:
     """Whether token ids mean what they meant in training."""
     tokenizer = case.probe.target.tokenizer
     if tokenizer is None:
-        return Verdict.NOT_APPLICABLE, "the target has no tokenizer"
+        return Status.NOT_APPLICABLE, "the target has no tokenizer"
     return _hash_of(
         case, "tokenizer_hash", lambda: fingerprint(tokenizer)["tokenizer_hash"], "tokenizer",
         "its token ids mean something else: give the target with the tokenizer it was trained with",
@@ -195,11 +195,11 @@ def check_template(case: Case) -> Outcome:
     """Whether prompts look as they did in training."""
     tokenizer = case.probe.target.tokenizer
     if tokenizer is None or tokenizer.chat_template is None:
-        return Verdict.NOT_APPLICABLE, "the target has no chat template"
+        return Status.NOT_APPLICABLE, "the target has no chat template"
     return _hash_of(
         case, "template_hash", lambda: fingerprint(tokenizer)["template_hash"], "chat template",
-        "it learnt from prompts that were rendered otherwise: serve with that template, or train on "
-        "text of this one",
+        "it learnt from prompts that were rendered otherwise: serve with that template and its options "
+        "(--template_options), or train on text of this one",
     )  # fmt: skip
 
 
@@ -210,8 +210,8 @@ def check_vocabulary(case: Case) -> Outcome:
     if vocabulary is None:
         config = getattr(probe.drafter, "config", None)
         if config is None:
-            return Verdict.NOT_APPLICABLE, "it drafts tokens of the text"
-        return Verdict.OK, f"all {config.vocab_size} tokens of the target"
+            return Status.NOT_APPLICABLE, "it drafts tokens of the text"
+        return Status.OK, f"all {config.vocab_size} tokens of the target"
     share = float(vocabulary.locate(probe.said[:, 1])[1].mean())
     has = f"{len(vocabulary)} tokens, {share:.0%} of what the target says"
     first, ids = probe.drafted[:, 0], vocabulary.array
@@ -234,14 +234,14 @@ def check_vocabulary(case: Case) -> Outcome:
         right.astype(float), tried, has,
         "d2t says other tokens than the head was trained on: write it as {}", "of first drafts right",
     )  # fmt: skip
-    if outcome[0] is Verdict.OK and share < 0.9:
-        verdict = Verdict.WRONG if share < 0.7 else Verdict.UNSURE
+    if outcome[0] is Status.OK and share < 0.9:
+        status = Status.WRONG if share < 0.7 else Status.UNSURE
         return (
-            verdict, has,
+            status, has,
             f"no more than {share:.0%} can be accepted: choose the draft vocabulary by the text that "
             "is drafted, or a larger one",
         )  # fmt: skip
-    return outcome if outcome[0] is Verdict.WRONG else (Verdict.OK, has)
+    return outcome if outcome[0] is Status.WRONG else (Status.OK, has)
 
 
 def check_output(case: Case) -> Outcome:
@@ -249,11 +249,11 @@ def check_output(case: Case) -> Outcome:
     drafted = (case.probe.drafted >= 0).any(-1)
     seen = f"{int((~drafted).sum())} of {len(drafted)} anchors without a draft"
     if drafted.any():
-        return Verdict.OK, seen
+        return Status.OK, seen
     if not jax.tree.leaves(case.probe.params):
-        return Verdict.UNSURE, seen, "it found nothing to draft in these prompts"
+        return Status.UNSURE, seen, "it found nothing to draft in these prompts"
     return (
-        Verdict.WRONG, seen,
+        Status.WRONG, seen,
         "its output is not finite (NaN): its weights are broken, or its type too narrow",
     )  # fmt: skip
 
@@ -263,16 +263,16 @@ def check_dtype(case: Case) -> Outcome:
     probe, wide = case.probe, jnp.dtype(jnp.float32)
     target, drafter = probe.target, probe.drafter
     if not jax.tree.leaves(probe.params):
-        return Verdict.NOT_APPLICABLE, "it has no weights"
+        return Status.NOT_APPLICABLE, "it has no weights"
     types = {str(x.dtype) for x in jax.tree.leaves(probe.params) if x.ndim > 1}
     types |= {str(jnp.dtype(drafter.dtype)), str(target.dtype)}
     if len(types) > 1:
         return (
-            Verdict.WRONG, f"weights, caches and target are {', '.join(sorted(types))}",
+            Status.WRONG, f"weights, caches and target are {', '.join(sorted(types))}",
             f"load the drafter as {target.dtype}, the target's type",
         )  # fmt: skip
     if not probe.trainable or target.dtype == wide:
-        return Verdict.OK, str(target.dtype)
+        return Status.OK, str(target.dtype)
     params = jax.tree.map(lambda x: x.astype(wide), probe.params)
     tables = {x: target.params[x].astype(wide) for x in EMBEDDINGS if x in target.params}
     features = probe.features(drafter.taps).astype(wide)
@@ -291,7 +291,7 @@ def check_taps(case: Case) -> Outcome:
     """Whether features are of the blocks that it was trained on."""
     probe, taps = case.probe, case.probe.drafter.taps
     if not taps:
-        return Verdict.NOT_APPLICABLE, "it reads no features"
+        return Status.NOT_APPLICABLE, "it reads no features"
     others = {by: tuple(tap + by for tap in taps) for by in (-1, 1)}
     orders = [*others.values(), *([taps[::-1]] if len(taps) > 1 else [])]
     tried = {
@@ -299,10 +299,19 @@ def check_taps(case: Case) -> Outcome:
         for other in orders
         if set(other) <= set(probe.taps)
     }
-    return judge(
+    outcome = judge(
         case.accepted, tried, _tap_names(taps),
         "it drafts better on {}: write the taps it was trained on (outputs of blocks, counted from 0)",
     )  # fmt: skip
+    key = "eagle_aux_hidden_state_layer_ids"
+    readers, written = case.config.get(key), (case.config.get("eagle_config") or {}).get(key)
+    if outcome[0] is Status.OK and readers and written and readers != [x + 1 for x in written]:
+        return (
+            Status.UNSURE, f"{outcome[1]}; config.json has {written} in eagle_config, {readers} above",
+            "vLLM reads the upper ones, which count the blocks that read the features: make them one "
+            "more each",
+        )  # fmt: skip
+    return outcome
 
 
 def _tap_names(taps: Sequence[int]) -> str:
@@ -313,7 +322,7 @@ def check_final_norm(case: Case) -> Outcome:
     """Whether the last norm is where it was in training."""
     probe, target = case.probe, case.probe.target
     if not probe.trainable or "final_norm" not in probe.params:
-        return Verdict.NOT_APPLICABLE, "it has no norm of its own"
+        return Status.NOT_APPLICABLE, "it has no norm of its own"
     norm, own = target.params["final_norm"], probe.params["final_norm"]
     tried = {}
     if own["scale"].shape == norm["scale"].shape and (own["scale"] != norm["scale"]).any():
@@ -340,7 +349,7 @@ def check_mask_token(case: Case) -> Outcome:
     """Whether unknown tokens look as they did in training."""
     probe = case.probe
     if not isinstance(probe.drafter, DFlash):
-        return Verdict.NOT_APPLICABLE, "it drafts without masks"
+        return Status.NOT_APPLICABLE, "it drafts without masks"
     target, mask = probe.target, probe.drafter.mask_token
     table = target.params["embedding"]
     # Another row in the mask's place, and the head apart from it: no program is compiled again.
@@ -361,9 +370,9 @@ def check_mask_token(case: Case) -> Outcome:
         "it drafts better with {}: write the id that it was trained with as mask_token_id",
     )  # fmt: skip
     said = np.isin(mask, [*target.stop_tokens, *np.concatenate(probe.result.tokens)])
-    if outcome[0] is Verdict.OK and said:
+    if outcome[0] is Status.OK and said:
         return (
-            Verdict.UNSURE, f"{outcome[1]}; the target says token {mask}, too",
+            Status.UNSURE, f"{outcome[1]}; the target says token {mask}, too",
             "a mask should be a token that no text has: make sure that it was trained with this one",
         )  # fmt: skip
     return outcome
@@ -386,13 +395,13 @@ def check_rotation(case: Case) -> Outcome:
     """Whether positions are turned as in training: θ, scaling, and which dimensions are a pair."""
     probe, drafter = case.probe, case.probe.drafter
     if not probe.trainable or not isinstance(drafter, DraftLM | Eagle3 | DFlash):
-        return Verdict.NOT_APPLICABLE, "it has no attention of its own"
+        return Status.NOT_APPLICABLE, "it has no attention of its own"
     own, target = drafter.config, probe.target.config
     has = f"θ {own.rope_theta:g}{', scaled' * bool(own.rope_factors)}"
     schemas = _rotations_said(case.config)
     if len(schemas) > 1:
         return (
-            Verdict.WRONG, "config.json says " + " and ".join(schemas),
+            Status.WRONG, "config.json says " + " and ".join(schemas),
             "rope_theta and rope_scaling must say what rope_parameters say: engines read either",
         )  # fmt: skip
     tried = {}
@@ -458,17 +467,17 @@ def check_embeddings(case: Case) -> Outcome:
     """Whether embedding and head are the target's where they should be."""
     probe = case.probe
     if not probe.trainable:
-        return Verdict.NOT_APPLICABLE, "it has none of its own"
+        return Status.NOT_APPLICABLE, "it has none of its own"
     shared, same = {"embedding": probe.target.params["embedding"]}, "the target's embedding"
     if getattr(probe.drafter, "vocabulary", None) is None:  # else its head is another by design
         shared["head_weight"], same = head_of(probe.target.params), "the target's"
     own = {name: probe.params[name] for name in shared if name in probe.params}
     words = {"embedding": "embedding", "head_weight": "head"}
     if any(table.shape != shared[name].shape for name, table in own.items()):
-        return Verdict.OK, "of its own, and of another size than the target's"
+        return Status.OK, "of its own, and of another size than the target's"
     other = {x: shared[x] for x, table in own.items() if not np.array_equal(table, shared[x])}
     if not other:
-        return Verdict.OK, same
+        return Status.OK, same
     tried = {
         f"the target's {words[name]}": probe.accepted(params=probe.params | {name: table})
         for name, table in other.items()
@@ -495,7 +504,7 @@ def check_slots(case: Case) -> Outcome:
 def check_decoded(case: Case) -> Outcome:
     """Whether decoding drafts what training sees, at every anchor."""
     if not case.probe.trainable:
-        return Verdict.NOT_APPLICABLE, "nothing of it is trained"
+        return Status.NOT_APPLICABLE, "nothing of it is trained"
     decoded = case.probe.accepted_when_decoding()
     differ = np.flatnonzero(decoded != case.accepted)
     seen = (
@@ -504,18 +513,18 @@ def check_decoded(case: Case) -> Outcome:
     )
     if len(differ) > _tolerated(case, len(decoded)):
         return (
-            Verdict.WRONG, seen,
+            Status.WRONG, seen,
             "`propose`, `prefill` or `observe` computes another thing than the objective: positions, "
             "masks or cached rows differ",
         )  # fmt: skip
-    return Verdict.OK, seen
+    return Status.OK, seen
 
 
 def check_counted(case: Case) -> Outcome:
     """Whether the cycles that were counted are those of the text, replayed."""
     probe = case.probe
     if not probe.trainable:
-        return Verdict.NOT_APPLICABLE, "nothing of it is trained"
+        return Status.NOT_APPLICABLE, "nothing of it is trained"
     result, starts = probe.result, np.flatnonzero(np.diff(probe.anchors[0], prepend=-1))
     differ, cycles, replayed = 0, 0, []
     for start, *counts in zip(
@@ -537,11 +546,11 @@ def check_counted(case: Case) -> Outcome:
     )
     if differ > _tolerated(case, cycles):
         return (
-            Verdict.WRONG, seen,
+            Status.WRONG, seen,
             "decoding keeps other rows than it should after a cycle of several tokens: look at "
             "`observe`",
         )  # fmt: skip
-    return Verdict.OK, seen
+    return Status.OK, seen
 
 
 def _tolerated(case: Case, count: int) -> float:

@@ -107,6 +107,10 @@ def layout_of(
     return Layout(sequence_length, len(taps), config.hidden_size, dtype)
 
 
+def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+    return list(folder.glob("*.array_record"))
+
+
 def check_disk(folder: pathlib.Path, layout: Layout, rows: int) -> str:
     """What a cache will take, in words.
 
@@ -115,6 +119,7 @@ def check_disk(folder: pathlib.Path, layout: Layout, rows: int) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = rows * layout.row_bytes, shutil.disk_usage(folder).free
+    free += sum(path.stat().st_size for path in _shards(folder))  # `write_cache` removes them
     told = f"{rows} rows of {layout.row_bytes / 2**20:.2f} MiB: {needed / 2**30:.2f} GiB"
     if needed > free:
         raise OSError(f"{folder}: cached features need {told}, the disk has {free / 2**30:.2f} GiB")
@@ -154,7 +159,7 @@ def write_cache(
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    for stale in (*folder.glob("*.array_record"), folder / MANIFEST):
+    for stale in (*_shards(folder), folder / MANIFEST):
         stale.unlink(missing_ok=True)
     layout = layout_of(target.config, taps, sequence_length, dtype)
     # Of a target that is split over hosts, every host is given all of the rows.
@@ -180,7 +185,9 @@ def write_cache(
     if writer:
         writer.close()
     manifest = _identity(target, taps, identity) | dataclasses.asdict(layout) | {"rows": done}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    half = folder / f"{MANIFEST}.half"
+    half.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    half.replace(folder / MANIFEST)
     return done
 
 

@@ -126,7 +126,7 @@ def train(
             if figures:
                 report.write(step, figures)
             if "held_out/alpha_1" in figures:
-                checkpoints.save_best(state, _score(figures, recipe.drafter.draft_depth))
+                checkpoints.save_best(state, score(figures, recipe.drafter.draft_depth))
 
         with Report(workdir, step, last_step, tensorboard=tensorboard) as report:
             if step == 0:
@@ -156,7 +156,7 @@ def train(
                 if step % config["log_every"] == 0 or step == last_step:
                     report.step(step, figures | {"learning_rate": float(rate(step - 1))})
                 stopped = bool(stop)
-                if not stopped:
+                if not stopped or step == last_step:
                     evaluate()
                 if stopped or step % config["save_every"] == 0 or step == last_step:
                     checkpoints.save(state, data, described)
@@ -170,7 +170,15 @@ def train(
 def set_up(
     config: Mapping[str, Any], target: Target, loaded: LoadedDrafter
 ) -> tuple[Mesh, Recipe, optax.Schedule]:
-    """The mesh, what a step does, and its learning rate, as a config for `train` has them."""
+    """The mesh, what a step does, and its learning rate, as a config for `train` has them.
+
+    Raises:
+      ValueError: mesh, optimizer or losses are not possible, or the device cannot train in this type.
+    """
+    if target.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        raise ValueError(
+            "XLA has no products for training in bfloat16 on a CPU: load the target as float32"
+        )
     optimizer, rate = make_optimizer(config["optimizer"], config["total_steps"])
     losses = tuple((name, factor) for name, factor in config["loss"].items() if factor)
     if not losses:
@@ -219,8 +227,8 @@ def replayed(
     ]
 
 
-def _score(figures: Mapping[str, float], depth: int) -> float:
-    """The expected number of accepted tokens, if positions are accepted independently."""
+def score(figures: Mapping[str, float], depth: int) -> float:
+    """By which the best weights are chosen: the drafts accepted, were positions independent."""
     total, reached = 0.0, 1.0
     for k in range(1, depth + 1):
         reached *= figures.get(f"held_out/alpha_{k}", 0.0)

@@ -99,7 +99,7 @@ REGISTRY = {
 
 
 def load_drafter(
-    spec: str,
+    spec: str | pathlib.Path,
     target: Target,
     num_draft_tokens: int | None = None,
     *,
@@ -109,7 +109,8 @@ def load_drafter(
 
     Args:
       spec: `none`, `ngram` or `ngram:SHORTEST_MATCH`, `early_exit` or `early_exit:LAYERS`,
-        `draft_lm:MODEL`, `eagle3:FOLDER`, or the folder of a drafter trained here.
+        `draft_lm:MODEL`, `eagle3:FOLDER`, `dflash:FOLDER`, `dspark:FOLDER`, or the folder of a
+        drafter trained here.
       target: what it drafts for.
       num_draft_tokens: K of a chain; by default the drafter's usual one.
       tree: drafted instead of a chain.
@@ -117,6 +118,7 @@ def load_drafter(
     Raises:
       ValueError: there is no such drafter (the message lists those there are), or it does not fit.
     """
+    spec = str(spec)
     name, _, argument = spec.partition(":")
     trained = manifest.name_of(pathlib.Path(spec))
     if trained:

@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object a line, `{"turns": ["first user turn", "second", …]}`."""
+"""Prompt files: a JSON object a line, `{"turns": ["first user turn", …]}` or `{"prompt": "…"}`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def read_conversations(path: str | pathlib.Path, limit: int | None = None) -> li
         if limit is not None and len(prompts) >= limit:
             break
         try:
-            turns = json.loads(line)["turns"]
+            record = json.loads(line)
+            turns = [record["prompt"]] if "prompt" in record else record["turns"]
         except (json.JSONDecodeError, KeyError, TypeError):
             turns = None
         texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
         if not texts or not turns or not all(turn.strip() for turn in turns):
             raise ValueError(
-                f'{path}, line {number}: expected {{"turns": ["text", …]}}, got {line[:60]!r}'
+                f'{path}, line {number}: expected {{"turns": ["text", …]}} or {{"prompt": "text"}}, '
+                f"got {line[:60]!r}"
             )
         prompts.append(turns)
     if not prompts:

@@ -123,20 +123,23 @@ class Law:
       alpha: α_1, α_2, …
       start, beta: a draft costs start + βK.
       verification: (K, v(K)) ascending; a line between.
+      drafting: share of the cycles that have a draft to verify; the others take a plain step.
     """
 
     alpha: tuple[float, ...]
     start: float
     beta: float
     verification: tuple[tuple[int, float], ...]
+    drafting: float = 1.0
 
     @classmethod
-    def fit(cls, alpha: Sequence[float], costs: Mapping[int, Costs]) -> Law:
+    def fit(cls, alpha: Sequence[float], costs: Mapping[int, Costs], drafting: float = 1.0) -> Law:
         """From acceptance and from costs measured at two K or more.
 
         Args:
           alpha: of the longest drafts; positions that were never reached (NaN) have that before them.
           costs: by K.
+          drafting: as above.
 
         Raises:
           ValueError: there is no α_1, or fewer than two K.
@@ -150,7 +153,8 @@ class Law:
         shares = [costs[k].draft / costs[k].plain for k in lengths]
         beta, start = np.polyfit(lengths, shares, 1)
         growth = tuple((k, costs[k].verify / costs[k].plain) for k in lengths)
-        return cls(tuple(map(float, known)), float(max(start, 0)), float(max(beta, 0)), growth)
+        draft = float(max(start, 0)), float(max(beta, 0))
+        return cls(tuple(map(float, known)), *draft, growth, float(drafting))
 
     def v(self, k: int) -> float:
         """Verification of K drafts, over a plain step, which is that of none."""
@@ -159,7 +163,7 @@ class Law:
 
     def predicted(self, k: int) -> float:
         """S(K)."""
-        cost = self.start + self.beta * k + self.v(k)
+        cost = self.start + self.beta * k + 1 + self.drafting * (self.v(k) - 1)
         return expected_tokens(self.alpha, k) / cost
 
     def best(self, lengths: Sequence[int]) -> int:

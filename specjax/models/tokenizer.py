@@ -35,6 +35,45 @@ def template_hash(tokenizer: PreTrainedTokenizerFast) -> str | None:
     return None if tokenizer.chat_template is None else _hash(tokenizer.get_chat_template())
 
 
+def set_template_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any]) -> None:
+    """Gives the chat template arguments, such as `enable_thinking`, with every prompt.
+
+    They become part of the template, and so of its hash: text, drafters and figures that were made with
+    others are told apart. Once for a tokenizer.
+
+    Args:
+      tokenizer: is changed.
+      options: texts, numbers, True, False or None by name.
+
+    Raises:
+      ValueError: there is no template, it does not read an option, or a value is of another kind.
+    """
+    if not options:
+        return
+    if tokenizer.chat_template is None:
+        raise ValueError(f"this target has no chat template to read {', '.join(options)}")
+    import jinja2
+
+    lexed = jinja2.Environment().lex(tokenizer.get_chat_template())
+    names = {word for _, kind, word in lexed if kind == "name"}
+    for name, value in options.items():
+        if name not in names - {"messages", "add_generation_prompt"}:
+            raise ValueError(f"this target's chat template does not read {name!r}")
+        if not isinstance(value, str | float | int | None):
+            raise ValueError(f"{name}={value!r} is no text, number, true, false or null")
+    literals = {
+        name: "none" if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        for name, value in sorted(options.items())
+    }
+    lines = "".join(f"{{% set {name} = {value} %}}\n" for name, value in literals.items())
+    given = tokenizer.chat_template  # one, or several by name
+    tokenizer.chat_template = (
+        lines + given
+        if isinstance(given, str)
+        else {name: lines + template for name, template in given.items()}
+    )
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
     """`tokenizer_hash` and `template_hash` by name, for manifests."""
     return {

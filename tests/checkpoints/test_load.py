@@ -30,7 +30,7 @@ TOKENS = [
     "ll",
 ]
 TEMPLATE = (
-    "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    "{{ 'ab' if longer }}{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 
@@ -196,6 +196,16 @@ def test_tokenizer_and_template_of_a_gguf_file(tmp_path):
     assert ids == [index(token) for token in ("<|user|>", "a", "1", "2", "<|bot|>")]
     assert encode_prompt(tokenizer, "a <|end|>", chat=False) == [index("a"), index("Ġ"), 0]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a12"
+
+
+def test_template_options_are_in_every_prompt_of_that_target(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", GOLDEN / "llama_tied")
+    for options, added in (({"longer": True}, "ab"), (None, ""), ({"longer": False}, "")):
+        tokenizer = load_target(path, template_options=options).tokenizer
+        ids = encode_prompt(tokenizer, "12", chat=True)
+        assert tokenizer.decode(ids) == f"{added}<|user|>12<|bot|>"
+    with pytest.raises(ValueError, match="llama_tied has no tokenizer, so no template options"):
+        load_target(GOLDEN / "llama_tied", template_options={"longer": True})
 
 
 def test_old_and_redundant_tensors_are_ignored(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax.distillation import data
-from specjax.models.tokenizer import tokenizer_from_gguf
+from specjax.models.tokenizer import set_template_options, tokenizer_from_gguf
 
 TOKENS = ["<|start|>", "<|end|>", *"abcdefghijklmnopqrstuvwxyzĠĊ", "ĊĊ"]
 TURN = "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n"
@@ -145,16 +145,12 @@ def test_all_forms_of_a_line_give_the_same_example(tmp_path):
 
 
 def test_options_reach_the_template(tmp_path):
-    tokenizer = tokenizer_with("{% if brief %}<|start|>{% endif %}" + PLAIN)
     path = write(tmp_path / "x.jsonl", {"prompt": "hi", "response": "yes"})
-    lengths = [
-        len(
-            data.read_examples(
-                path, tokenizer, vocab_size=len(TOKENS), max_tokens=100, template_options=options
-            )[0][0].tokens
-        )
-        for options in ({"brief": False}, {"brief": True})
-    ]
+    lengths = []
+    for brief in (False, True):
+        tokenizer = tokenizer_with("{% if brief %}<|start|>{% endif %}" + PLAIN)
+        set_template_options(tokenizer, {"brief": brief})
+        lengths.append(len(read(path, tokenizer)[0][0].tokens))
     assert lengths[1] == lengths[0] + 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from flax import nnx
 import specjax
 from specjax import drafters
 from specjax.distillation import data, features
-from specjax.distillation.doctor import CHECKS, Verdict, diagnose, rises
+from specjax.distillation.doctor import CHECKS, Case, Status, diagnose, rises
 from specjax.distillation.trainer import train
 from specjax.drafters import NGram, dflash, dspark, eagle3, early_exit
 from specjax.drafters.dflash import DFlash
@@ -40,7 +41,7 @@ def diagnosed(target, loaded, folder=None, prompts=PROMPTS, **options):
 
 def named(findings):
     """The checks that are wrong; each says what to do."""
-    wrong = [finding for finding in findings.values() if finding.verdict is Verdict.WRONG]
+    wrong = [finding for finding in findings.values() if finding.status is Status.WRONG]
     assert all(finding.advice for finding in wrong)
     return [finding.check for finding in wrong]
 
@@ -94,10 +95,10 @@ def perfect(small):
 
 def test_a_perfect_drafter_is_healthy(small, perfect):
     findings = diagnosed(small, perfect)
-    assert {x.verdict for x in findings.values()} == {Verdict.OK, Verdict.NOT_APPLICABLE}
+    assert {x.status for x in findings.values()} == {Status.OK, Status.NOT_APPLICABLE}
     assert "1.00 teacher-forced, 1.00 counted" in findings["counted α"].seen
     for check in ("taps", "mask token", "target", "tokenizer", "chat template"):
-        assert findings[check].verdict is Verdict.NOT_APPLICABLE
+        assert findings[check].status is Status.NOT_APPLICABLE
 
 
 @pytest.mark.parametrize(
@@ -183,8 +184,8 @@ def test_a_folder_of_something_else_is_named(folder, perfect, file, change, chec
     findings = diagnosed(target, perfect, path)
     assert named(findings) == ([check] if check else [])
     if not check:
-        hashes = [findings[name].verdict for name in ("target", "tokenizer", "chat template")]
-        assert hashes == [Verdict.OK] * 3
+        hashes = [findings[name].status for name in ("target", "tokenizer", "chat template")]
+        assert hashes == [Status.OK] * 3
 
 
 def test_a_folder_that_does_not_say_is_no_fault(folder, perfect):
@@ -193,7 +194,7 @@ def test_a_folder_that_does_not_say_is_no_fault(folder, perfect):
     (path / "specjax.json").write_text('{"drafter": "draft_lm"}')
     findings = diagnosed(target, perfect, path)
     assert named(findings) == []
-    assert findings["chat template"].verdict is Verdict.UNSURE
+    assert findings["chat template"].status is Status.UNSURE
     assert "make sure" in findings["chat template"].advice
 
 
@@ -298,8 +299,18 @@ def trained_dspark(tiny, text, tmp_path_factory):
 @pytest.mark.parametrize("name", ["trained_eagle", "trained_dflash", "trained_dspark"])
 def test_trained_drafters_are_healthy(tiny, name, request):
     findings = diagnosed(tiny, request.getfixturevalue(name))
-    assert {x.verdict for x in findings.values()} == {Verdict.OK, Verdict.NOT_APPLICABLE}
+    assert {x.status for x in findings.values()} == {Status.OK, Status.NOT_APPLICABLE}
     assert "taps 0 1" in findings["taps"].seen
+
+
+@pytest.mark.parametrize("readers", [[2, 3], [1, 2]])
+def test_taps_for_other_engines_are_compared(readers):
+    key = "eagle_aux_hidden_state_layer_ids"
+    probe = types.SimpleNamespace(drafter=types.SimpleNamespace(taps=(1, 2)), taps=())
+    config = {key: readers, "eagle_config": {key: [1, 2]}}
+    status, *told = CHECKS["taps"](Case(probe, np.ones(64), None, {}, config))
+    assert status is (Status.OK if readers == [2, 3] else Status.UNSURE)
+    assert status is Status.OK or "[1, 2] in eagle_config, [1, 2] above" in told[0]
 
 
 def with_vocabulary(loaded, rows, by=0):

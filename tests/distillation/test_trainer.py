@@ -19,7 +19,7 @@ import specjax
 from specjax.distillation import data, features, steps
 from specjax.distillation.optimizers import make_optimizer, schedule
 from specjax.distillation.state import Checkpoints
-from specjax.distillation.trainer import train
+from specjax.distillation.trainer import set_up, train
 from specjax.drafters.draft_lm import draft_lm, from_layers
 from specjax.models.sharding import AXES, batch_sharding, make_mesh
 from specjax.types import Trace
@@ -57,12 +57,13 @@ def trained(*fast, slow=()):
     return pytest.mark.parametrize("name", [*fast, *late])
 
 
-def run(tiny, examples, workdir, *, name="draft_lm", **changes):
+def run(tiny, examples, workdir, *, name="draft_lm", evaluators=(), **changes):
     config = CONFIG | changes
     return train(
         config, tiny, TRAINEES[name](tiny, 4),
         data.train_batches(examples, seed=0, **ROWS),
         lambda: iter(data.evaluation_batches(examples, **ROWS)), str(workdir),
+        evaluators=evaluators,
     )  # fmt: skip
 
 
@@ -286,6 +287,24 @@ def test_resuming_is_bitwise(tmp_path, kind, name):
 
 
 @pytest.mark.slow
+def test_a_run_told_to_stop_in_its_last_step_is_whole(tiny, examples, tmp_path):
+    """Its last weights are evaluated, too, since nobody will do it later."""
+
+    steps_seen = iter(range(5))
+
+    def stop_at_step_3(params):
+        if next(steps_seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"own": 1.0}
+
+    outcome = run(
+        tiny, examples, tmp_path, total_steps=4, alpha_every=0, evaluators=[(1, stop_at_step_3)]
+    )
+    assert list(steps_seen) == [] and not outcome.preempted and outcome.step == 4
+    assert [x["step"] for x in lines(tmp_path) if "held_out/alpha_1" in x] == [4]
+
+
+@pytest.mark.slow
 def test_another_config_is_refused(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.003, is 0.1"):
@@ -337,6 +356,13 @@ def test_schedules():
         schedule("linear", 1.0, 10, 2)
     with pytest.raises(ValueError, match="unknown optimizer 'sgd'; known: adamw, muon"):
         make_optimizer(CONFIG["optimizer"] | {"name": "sgd"}, 10)
+
+
+def test_a_type_that_a_cpu_cannot_train_in_is_refused(tiny):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, tiny.params)
+    narrow = dataclasses.replace(tiny, params=params)
+    with pytest.raises(ValueError, match="in bfloat16 on a CPU: load the target as float32"):
+        set_up(CONFIG, narrow, TRAINEES["draft_lm"](tiny, 4))
 
 
 @pytest.mark.slow
@@ -410,6 +436,16 @@ def test_disk_that_is_too_small_is_told_before(tiny, tmp_path):
     assert layout.row_bytes == 64 * (4 + 1 + 4 + 4 + 2 * 2 * 32)
     with pytest.raises(OSError, match="cached features need .* GiB, the disk has"):
         features.check_disk(tmp_path, layout, 10**12)
+
+
+def test_an_interrupted_cache_makes_room_for_the_next(tiny, tmp_path, monkeypatch):
+    layout = features.layout_of(tiny.config, (0,), 64, "bfloat16")
+    free = shutil.disk_usage(tmp_path)._replace(free=3 * layout.row_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OSError, match="cached features need"):
+        features.check_disk(tmp_path, layout, 4)
+    (tmp_path / features.SHARD.format(0)).write_bytes(bytes(layout.row_bytes))
+    features.check_disk(tmp_path, layout, 4)
 
 
 SHARDED = """

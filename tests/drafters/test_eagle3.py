@@ -563,7 +563,7 @@ def test_an_embedding_that_is_not_there_is_the_targets(tiny, drafter, tmp_path, 
 
 def test_a_drafter_of_another_target_is_refused(tiny, drafter, tmp_path):
     drafters.export(drafter, tiny, tmp_path)
-    assert specjax.load_drafter(str(tmp_path), tiny).drafter.taps == (0, 1, 2)
+    assert specjax.load_drafter(tmp_path, tiny).drafter.taps == (0, 1, 2)
     other = random_target(TINY, seed=9)
     with pytest.raises(ValueError, match="was trained for random, and random has other weights"):
         specjax.load_drafter(str(tmp_path), other)

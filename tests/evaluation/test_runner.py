@@ -119,7 +119,7 @@ def test_conversations_longer_than_the_context_are_named(talker):
 def test_first_turns_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
-        '{"turns": ["one", "more"]}\n\n{"turns": ["two"], "id": 3}\n{"turns": ["é\u2028f"]}\n'
+        '{"turns": ["one", "more"]}\n\n{"turns": ["two"], "id": 3}\n{"prompt": "é\u2028f"}\n'
     )
     assert read_prompts(path) == ["one", "two", "é\u2028f"]
     assert read_prompts(path, limit=2) == ["one", "two"]
@@ -130,12 +130,13 @@ def test_first_turns_are_read(tmp_path):
     ("content", "message"),
     [
         ('{"turns": ["a"]}\n{"turns": []}', "line 2: expected"),
-        ('{"turns": ["a"]}\n\n{"prompt": "b"}', "line 3: expected"),
+        ('{"turns": ["a"]}\n\n{"prompt": ["b"]}', "line 3: expected"),
         ('{"turns": "text"}', "line 1: expected"),
         ('{"turns": [""]}', "line 1: expected"),
         ('{"turns": [3]}', "line 1: expected"),
         ('{"turns": ["a", " "]}', "line 1: expected"),
         ("[1]", "line 1: expected"),
+        ('"a prompt"', "line 1: expected"),
         ("not json", "line 1: expected .* got 'not json'"),
         ("\n\n", "no prompts in it"),
     ],

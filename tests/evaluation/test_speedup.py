@@ -83,5 +83,8 @@ def test_a_law_is_fitted_to_what_it_gave():
     tokens = 1 + 0.6 + 0.3 + 0.15 + 0.075
     assert fitted.predicted(4) == pytest.approx(tokens / (0.1 + 0.2 + 1.4))
     assert fitted.best([1, 2, 4, 8]) == max((1, 2, 4, 8), key=fitted.predicted)
+    # In every third cycle nothing is drafted, and a plain step taken.
+    sometimes = Law.fit([0.6, 0.5], costs, 2 / 3)
+    assert sometimes.predicted(4) == pytest.approx(tokens / (0.1 + 0.2 + 1.4 * 2 / 3 + 1 / 3))
     with pytest.raises(ValueError, match="needs α_1 and two K"):
         Law.fit([float("nan")], costs)

@@ -22,17 +22,18 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder):
-    cache = shared_folder / "cache"
+def environment(shared_folder):
+    """Of the programs."""
+    places = {"SPECJAX_CACHE": str(shared_folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    return os.environ | QUICK | SHARED_COMPILES | places
 
+
+@pytest.fixture(scope="module")
+def run(environment):
     def run(program, *arguments):
         return subprocess.run(
             [sys.executable, "-m", f"experiments.{program}", *arguments],
-            capture_output=True, text=True, timeout=480, check=False,
-            env=os.environ
-            | QUICK
-            | SHARED_COMPILES
-            | {"SPECJAX_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+            capture_output=True, text=True, timeout=480, check=False, env=environment,
         )  # fmt: skip
 
     return run

@@ -57,7 +57,7 @@ def test_what_is_wrong_is_told_and_written(run, model, prompts, folder, tmp_path
     assert done.stderr == "doctor: 1 of 14 checks: wrong is chat template\n"
     assert "0123456789abcdef" in done.stdout and "slot alignment" in done.stdout
     told = json.loads(figures.read_text())
-    wrong = [row["check"] for row in told["rows"] if row["verdict"] == "wrong"]
+    wrong = [row["check"] for row in told["rows"] if row["status"] == "wrong"]
     assert wrong == ["chat template"] and told["settings"]["num_prompts"] == 3
     assert told["tau"] >= 1 and len(told["alpha"]) == 2
 
@@ -71,8 +71,8 @@ def test_nothing_wrong_is_status_0(run, model, prompts, tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "Nothing is wrong" in done.stdout
-    verdicts = {row["check"]: row["verdict"] for row in json.loads(figures.read_text())["rows"]}
-    assert verdicts["slot alignment"] == "ok" and verdicts["taps"] == "not applicable"
+    statuses = {row["check"]: row["status"] for row in json.loads(figures.read_text())["rows"]}
+    assert statuses["slot alignment"] == "ok" and statuses["taps"] == "not applicable"
 
 
 @pytest.mark.slow

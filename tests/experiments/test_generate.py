@@ -104,6 +104,8 @@ def test_mistakes_are_one_line(generate, model, arguments, message):
     [
         (["--drafter_name=ngram"], "Unknown command line flag 'drafter_name'"),
         (["--max_new_tokens=many"], "max_new_tokens"),
+        (["--template_options=[1]"], 'expected {"name": value, …}, got [1]'),
+        (["--template_options={"], "template_options"),
         (["stray"], "unexpected argument 'stray'"),
     ],
 )

@@ -99,6 +99,8 @@ def test_a_drafter_leaves_greedy_answers_as_they_are(regenerate, tmp_path):
             [],
             "line 2 is no answer to the prompt in its place, 'he he'",
         ),
+        (None, ['--template_options={"mood": 1}'], "chat template does not read 'mood'"),
+        (None, ['--template_options={"longer": true}'], "was made with template_hash "),
         (None, ["--prompts=/no/such"], "/no/such"),
         (None, ["--out="], "--out is missing"),
     ],

@@ -31,8 +31,9 @@ def test_every_k_is_measured_and_predicted(run, model, tmp_path):
     for said, rows in zip(figures["laws"], (figures["rows"][:2], figures["rows"][2:]), strict=True):
         law = Law(
             tuple(said["alpha"]), said["start"], said["beta"],
-            tuple((k, growth) for k, growth in said["verification"]),
+            tuple((k, growth) for k, growth in said["verification"]), said["drafting"],
         )  # fmt: skip
+        assert 0 < law.drafting <= 1 and (law.drafting == 1) == (said["drafter"] != "ngram")
         for row in rows:
             assert row["predicted"] == pytest.approx(law.predicted(row["num_draft_tokens"]))
             assert row["speedup"] > 0 and f"{row['tau']:.2f}" in done.stdout
@@ -41,10 +42,17 @@ def test_every_k_is_measured_and_predicted(run, model, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("lengths", ["4", "1,x"])
-def test_lengths_that_make_no_sweep(run, model, tmp_path, lengths):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--lengths=4", "--lengths takes two K or more"),
+        ("--lengths=1,x", "--lengths takes two K or more"),
+        ("--batch=3", "one: 2 prompts are no batches of 3"),
+        ("--wanted=0", "wanted"),
+    ],
+)
+def test_what_makes_no_sweep(run, model, tmp_path, argument, message):
     done = run(
-        "sweep", f"--target={model}", "--drafter=ngram", f"--lengths={lengths}",
-        f"--prompts={prompt_file(tmp_path)}",
+        "sweep", f"--target={model}", "--drafter=ngram", f"--prompts={prompt_file(tmp_path)}", argument
     )  # fmt: skip
-    assert done.returncode == 1 and "--lengths takes two K or more" in done.stderr
+    assert done.returncode in (1, 2) and message in done.stderr and done.stderr.count("\n") == 1

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from specjax.models.tokenizer import token_texts, tokenizer_from_gguf
+from specjax.models.tokenizer import (
+    fingerprint,
+    set_template_options,
+    token_texts,
+    tokenizer_from_gguf,
+)
 
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 PIECES = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab"]
@@ -76,6 +81,55 @@ def test_pre_tokenizers_split_as_they_should(pre, words):
     backend = tokenizer_from_gguf(metadata).backend_tokenizer
     split = backend.pre_tokenizer.pre_tokenize_str("it's 12345 A")
     assert [word for word, _ in split] == words
+
+
+# Reads its options at the top, in a loop and in a macro; begins with what trimming would take.
+OPTIONS = (
+    "\n  {% macro mark() %}{{ 'a' if mood == 'a\"é😀' else 'b' }}{% endmacro %}"
+    "{% for m in messages %}{{ mark() }}{{ 'c' if deep is defined and deep is false }}{% endfor %}"
+    "{% if deep is none %}ab{% endif %}{{ count }}moo{# moo #}{{ 'moo' if false }}"
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{"deep": False}, {"deep": None, "mood": 'a"é😀'}, {"count": 3, "deep": True}]
+)
+def test_template_options_are_as_if_given_with_every_prompt(options):
+    tokenizer, chat = sentencepiece(), [{"role": "user", "content": "x"}]
+    tokenizer.chat_template = OPTIONS
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, **options)
+    before = fingerprint(tokenizer)
+    set_template_options(tokenizer, {})
+    assert fingerprint(tokenizer) == before
+    set_template_options(tokenizer, options)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+    after = fingerprint(tokenizer)
+    assert after["tokenizer_hash"] == before["tokenizer_hash"]
+    assert after["template_hash"] != before["template_hash"]
+    tokenizer.chat_template = OPTIONS
+    set_template_options(tokenizer, dict(reversed(options.items())))
+    assert fingerprint(tokenizer) == after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moo": "a"}, "chat template does not read 'moo'"),
+        ({"mood %}": "a"}, "chat template does not read 'mood %}'"),
+        ({"macr": "a"}, "chat template does not read 'macr'"),
+        ({"messages": "a"}, "chat template does not read 'messages'"),
+        ({"mood": ["a"]}, r"mood=\['a'\] is no text"),
+        ({"mood": float("nan")}, "not JSON compliant"),
+    ],
+)
+def test_template_options_that_change_nothing_are_refused(options, message):
+    tokenizer = sentencepiece()
+    with pytest.raises(ValueError, match="has no chat template to read"):
+        set_template_options(tokenizer, options)
+    tokenizer.chat_template = OPTIONS
+    with pytest.raises(ValueError, match=message):
+        set_template_options(tokenizer, options)
+    assert tokenizer.chat_template == OPTIONS
 
 
 def test_damaged_metadata_is_named():

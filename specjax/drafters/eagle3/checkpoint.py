@@ -159,8 +159,9 @@ def export(loaded: LoadedDrafter, target: Target, folder: pathlib.Path) -> None:
     config, vocabulary = drafter.config, drafter.vocabulary
     if config.qk_norm or len(drafter.taps) != 3:
         _log.warning(
-            "%s: vLLM and SGLang serve EAGLE-3 drafters of three taps without q_norm and k_norm; this "
-            "one has %d taps%s", folder, len(drafter.taps), " and both norms" * config.qk_norm,
+            "%s: engines serve EAGLE-3 drafters of three taps (SGLang others, too) without q_norm and "
+            "k_norm; this one has %d taps%s",
+            folder, len(drafter.taps), " and both norms" * config.qk_norm,
         )  # fmt: skip
     shared = {"embedding": target.params["embedding"], "head_weight": head_of(target.params)}
     kept = ("lm_head.weight", "embed_tokens.weight")
