@@ -69,7 +69,8 @@ def flags_of(program):
     shared = ["launch", "drafts"] + ["distill"] * (program in ("benchmark_distill", "compare"))
     files = [ROOT / f"experiments/{name}.py" for name in (program, *shared)]
     code = "".join(file.read_text("utf-8") for file in files)
-    return set(re.findall(r'(?:DEFINE_\w+\(\s*|define_plot\(\s*|name: str = )"(\w+)"', code))
+    defined = r'(?:DEFINE(?:_\w+)?\(\s*(?:\w+\(\), )?|define_plot\(\s*|name: str = )"(\w+)"'
+    return set(re.findall(defined, code))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

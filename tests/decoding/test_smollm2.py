@@ -130,11 +130,17 @@ def test_eos_inside_a_draft_at_the_bonus_and_at_the_limit(smollm2):
 def test_logits_equal_transformers(smollm2):
     """Prefill of one prompt against `transformers` on the same GGUF file."""
     torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
-    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     path = download.packaged_path("smollm2")
-    reference = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+    published = LlamaConfig(  # given, for reading it from the file takes half a minute
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True, max_position_embeddings=8192,
+    )  # fmt: skip
+    reference = LlamaForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, config=published, dtype=torch.float32
     )
     ids = np.asarray(encode_prompt(smollm2.tokenizer, PROMPTS[2], chat=True))
     with torch.no_grad():
