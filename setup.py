@@ -21,6 +21,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11",
+        "etils[epath]>=1.9",  # paths in buckets
         "ml_collections>=1.0",
         "array_record>=0.7",
         "absl-py>=2.1",

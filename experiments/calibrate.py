@@ -23,7 +23,7 @@ from rich.table import Table
 
 import specjax
 from experiments import drafts, launch
-from specjax.drafters import export
+from specjax.drafters import export, manifest
 from specjax.drafters.dspark import DSpark, calibration
 from specjax.drafters.dspark.calibration import Reliability
 from specjax.evaluation import plots, tables
@@ -86,7 +86,9 @@ def main() -> None:
     rows = table(fitted, diagrams)
     show(rows)
     drafter = dataclasses.replace(raw, confidence_temperatures=tuple(fitted.tolist()))
-    export(dataclasses.replace(loaded, drafter=drafter), target, pathlib.Path(_OUT.value))
+    out = pathlib.Path(_OUT.value)
+    export(dataclasses.replace(loaded, drafter=drafter), target, out)
+    manifest.carry_over(drafts.folder_of(_DRAFTER.value), out)
     settings = {
         "target": target.name,
         "drafter": _DRAFTER.value,

@@ -5,7 +5,8 @@ r"""The fair fight: drafters trained on the same text for the same time, decodin
     --train=configs/smollm2_dspark.py --data=responses.jsonl --minutes=10 \
     --prompts=gsm8k.jsonl --prompts=mt-bench.jsonl --limit=4 --workdir=runs/compare
 
-Every config names the same target; all drafters read one cache of its features. How many steps a
+Every config names the same target, `data.sequence_length`, `data.held_out` and `features.dtype`; all
+drafters read one cache of the target's features. How many steps a
 drafter takes in the given time is measured first, and its learning rate is stretched to them;
 compilation, caching and evaluation are not part of that time. Then `experiments.evaluate` decodes with
 each drafter as long drafts as its config says, and with those of `--baseline`. `WORKDIR/report.md` and
@@ -15,6 +16,7 @@ runs in a process of its own, one after the other, so that each has the accelera
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import pathlib
@@ -77,7 +79,7 @@ def main() -> None:
     if _PREPARE.value:
         prepare(workdir, names)
         return
-    pathlib.Path(_DATA.value).open("rb").close()
+    asked = identity(names)  # also reads what is in the files
     for path in _PROMPTS.value:
         read_prompts(path, _LIMIT.value)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,7 @@ def main() -> None:
     if not plan_file.exists():
         child("compare", *sys.argv[1:], "--prepare")
     plan = json.loads(plan_file.read_text("utf-8"))
-    check(plan, plan_file)
+    check(plan, asked, plan_file)
     for path, name in zip(_CONFIGS.value, names, strict=True):
         if not manifest.name_of(workdir / name / "drafter"):
             figures = plan["drafters"][name]
@@ -95,6 +97,7 @@ def main() -> None:
                 *shared_options(workdir, plan["taps"]),
                 f"--config.total_steps={figures['steps']}",
                 f"--config.optimizer.warmup_steps={figures['warmup_steps']}",
+                f"--config.optimizer.decay_steps={figures['decay_steps']}",
                 f"--config.log_every={often}", f"--config.alpha_every={5 * often}",
                 f"--config.save_every={5 * often}", "--config.tau_prompts=1",
             )  # fmt: skip
@@ -137,43 +140,72 @@ def shared_options(workdir: pathlib.Path, taps: list[int]) -> list[str]:
 
 
 def child(program: str, *arguments: str) -> None:
-    """Runs a program of this folder to its end; SIGTERM is passed on to it.
+    """Runs a program of this folder to its end; SIGTERM and Ctrl-C end it first.
 
     Raises:
-      ValueError: it failed; its own message is on stderr.
+      ValueError: it failed, its own message is on stderr, or there was a SIGTERM.
     """
     process = subprocess.Popen([sys.executable, "-m", f"experiments.{program}", *arguments])
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    told = []
+
+    def pass_on(number: int, _: Any) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+    if told:
+        raise ValueError(f"experiments.{program} was asked to end early; the same command goes on")
     if status:
         raise ValueError(f"experiments.{program} ended with status {status}")
 
 
-def asked() -> dict[str, Any]:
-    """What a plan was made for."""
-    return {"configs": _CONFIGS.value, "data": _DATA.value, "minutes": _MINUTES.value}
+def read_configs(names: list[str]) -> dict[str, ConfigDict]:
+    """The configs that `--train` names."""
+    configs = {}
+    for path, name in zip(_CONFIGS.value, names, strict=True):
+        file, _, mode = path.partition(":")
+        configs[name] = runpy.run_path(file)["get_config"](mode)
+    return configs
 
 
-def check(plan: dict[str, Any], path: pathlib.Path) -> None:
+def identity(names: list[str]) -> dict[str, Any]:
+    """What a plan is made for: files with a hash of what is in them, and the time."""
+    configs = read_configs(names)
+    with pathlib.Path(_DATA.value).open("rb") as file:
+        text = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "configs": {
+            path: hashlib.sha256(configs[name].to_json(sort_keys=True).encode()).hexdigest()[:16]
+            for path, name in zip(_CONFIGS.value, names, strict=True)
+        },
+        "data": {_DATA.value: text[:16]},
+        "minutes": _MINUTES.value,
+    }
+
+
+def check(plan: dict[str, Any], asked: dict[str, Any], path: pathlib.Path) -> None:
     """Raises ValueError where a work directory holds a fight of another kind."""
-    now = asked()
-    other = [name for name in now if plan.get(name) != now[name]]
+    other = [name for name in asked if plan[name] != asked[name]]
     if other:
-        differ = ", ".join(f"{name} {plan.get(name)} (now {now[name]})" for name in other)
+        differ = ", ".join(f"{name} {plan[name]} (now {asked[name]})" for name in other)
         raise ValueError(f"{path} is of {differ}: give these again, or another --workdir")
 
 
 def prepare(workdir: pathlib.Path, names: list[str]) -> None:
     """Writes the features and the plan: how many steps of each drafter fill the time."""
-    configs = {}
-    for path, name in zip(_CONFIGS.value, names, strict=True):
-        file, _, mode = path.partition(":")
-        configs[name] = runpy.run_path(file)["get_config"](mode)
-        configs[name].data.path = _DATA.value
-        configs[name].features.path = str(workdir / "features")
+    plan = identity(names)
+    configs = read_configs(names)
+    for config in configs.values():
+        config.data.path = _DATA.value
+        config.features.path = str(workdir / "features")
     targets = {
         (config.target, config.data.template_options.to_json(sort_keys=True))
         for config in configs.values()
@@ -181,6 +213,15 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
     if len(targets) > 1:
         told = "; ".join(" with template options ".join(pair) for pair in sorted(targets))
         raise ValueError(f"the configs are for several targets: {told}")
+    texts = {
+        (config.data.sequence_length, config.data.held_out, config.features.dtype)
+        for config in configs.values()
+    }
+    if len(texts) > 1:
+        raise ValueError(
+            "one cache of features serves all configs, but their data.sequence_length, data.held_out "
+            f"and features.dtype are {' and '.join(map(str, sorted(texts)))}"
+        )
     name_of_target, template_options = targets.pop()
     target = launch.load_target(name_of_target, json.loads(template_options))
     baselines = [drafts.load_drafter(spec, target, None, []) for spec in _BASELINES.value]
@@ -204,11 +245,12 @@ def prepare(workdir: pathlib.Path, names: list[str]) -> None:
             "seconds_a_step": seconds,
             "steps": steps,
             "num_draft_tokens": loaded[name].drafter.num_draft_tokens,
-            # The share of the run that the config gives it.
+            # The shares of the run that the config gives them; a decay of 0 would be one of all.
             "warmup_steps": config.optimizer.warmup_steps * steps // config.total_steps,
+            "decay_steps": -(-config.optimizer.decay_steps * steps // config.total_steps),
         }
         print(f"{name}: {seconds:.2f} s a step, {drafters[name]['steps']} steps", flush=True)
-    plan = asked() | {
+    plan |= {
         "target": name_of_target,
         "template_options": template_options,
         "taps": taps,
@@ -272,12 +314,12 @@ def written(
                 str(figures["steps"]),
                 f"{curves[name][-1]['minutes']:.1f}",
                 str(best["step"]),
-                f"{best['held_out/alpha_1']:.3f}",
+                f"{best['replayed/alpha_1']:.3f}",
                 f"{best['replayed/tau']:.2f}",
             ]
         )
     headings = [
-        "drafter", "parameters, M", "steps", "minutes", "best step", "its held-out α_1", "replayed τ",
+        "drafter", "parameters, M", "steps", "minutes", "best step", "its replayed α_1", "replayed τ",
     ]  # fmt: skip
     return "\n".join(
         [

@@ -200,13 +200,17 @@ def tau(
     """Decodes held-out prompts with the drafter: τ at temperature 0 and 1."""
     if config.tau_prompts < 1:
         raise ValueError(f"tau_prompts must be at least 1, got {config.tau_prompts}")
-    prompts = [example.prompt for example in examples[: config.tau_prompts]]
+    context = target.config.context_length
+    prompts = [example.prompt for example in examples if len(example.prompt) < context]
+    prompts = prompts[: config.tau_prompts]
+    if not prompts:
+        raise ValueError(f"no held-out prompt leaves room in the target's context of {context}")
 
     def figures(params: PyTree) -> dict[str, float]:
         params = compute_params(params, target.dtype)
         drafter = dataclasses.replace(loaded, params=params)
         longest = max(map(len, prompts))
-        options = {"max_new_tokens": 64, "max_len": min(longest + 64, target.config.context_length)}
+        options = {"max_new_tokens": 64, "max_len": min(longest + 64, context)}
         return {
             f"tau_at_{temperature}": specjax.decode(
                 target, drafter, [np.asarray(x) for x in prompts], temperature=float(temperature),

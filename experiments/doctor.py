@@ -50,7 +50,7 @@ def main() -> None:
         raise ValueError(f"--drafter={_DRAFTER.value}: there is no drafter to examine")
     prompts = launch.encode(target, _PROMPTS.value, dict(enumerate(texts, start=1)))
     findings, probe = diagnose(
-        target, loaded, prompts, folder=folder_of(_DRAFTER.value),
+        target, loaded, prompts, folder=drafts.folder_of(_DRAFTER.value),
         max_new_tokens=_MAX_NEW_TOKENS.value,
     )  # fmt: skip
     show(findings, probe)
@@ -68,13 +68,6 @@ def main() -> None:
     wrong = [finding.check for finding in findings if finding.status is Status.WRONG]
     if wrong:
         raise ValueError(f"{len(wrong)} of {len(findings)} checks: wrong is {', '.join(wrong)}")
-
-
-def folder_of(spec: str) -> pathlib.Path | None:
-    """The folder that `--drafter` names, if it names one."""
-    name = drafts.parts(spec)[0]
-    folders = (pathlib.Path(part) for part in (name, name.partition(":")[2]) if part)
-    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def figures(probe: Probe) -> dict[str, Any]:

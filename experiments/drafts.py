@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from absl import flags
 
 import specjax
-from experiments.launch import MAIN
+from experiments.launch import MAIN, warn
 from specjax.decoding.controllers import (
     ConfidenceThreshold,
     Fixed,
@@ -20,9 +21,10 @@ from specjax.decoding.controllers import (
     PrefixScheduler,
     Threshold,
 )
-from specjax.drafters import REGISTRY
+from specjax.drafters import REGISTRY, manifest
 from specjax.evaluation.benchmark import cycle_seconds
 from specjax.models.target import Target
+from specjax.models.tokenizer import template_hash
 from specjax.trees import DynamicTree, Tree
 from specjax.types import Controller, Drafter, Drafts, LoadedDrafter, drafter_and_params
 from specjax.verification import RULES, greedy
@@ -67,6 +69,13 @@ def parts(spec: str) -> tuple[str, str | None, str | None]:
     if plus and word.partition(":")[0] in [known.partition(":")[0] for known in CONTROLLERS]:
         return before, None, word
     return spec, None, None
+
+
+def folder_of(spec: str) -> pathlib.Path | None:
+    """The folder that `--drafter` names, if it names one."""
+    name = parts(spec)[0]
+    folders = (pathlib.Path(part) for part in (name, name.partition(":")[2]) if part)
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def with_lengths(specs: Sequence[str], lengths: Sequence[int]) -> list[str]:
@@ -127,7 +136,19 @@ def load_drafter(
     tree = None
     if numbers:
         tree = DynamicTree(*numbers) if dynamic else Tree.of_widths(numbers)
+    _warn_of_template(name, target)
     return specjax.load_drafter(name, target, num_draft_tokens, tree=tree)
+
+
+def _warn_of_template(name: str, target: Target) -> None:
+    """Where a drafter learnt from prompts that were rendered otherwise than they will be now."""
+    folder = folder_of(name)
+    learnt = manifest.read(folder).get("template_hash") if folder else None
+    if learnt and target.tokenizer and learnt != template_hash(target.tokenizer):
+        warn(
+            f"{name} was trained with another chat template, or with other --template_options, and "
+            "drafts worse for it"
+        )
 
 
 def load_controller(

@@ -10,9 +10,10 @@ repeated: every combination is measured. `--drafter=eagle3:FOLDER@6` and
 lets the prefix scheduler decide in every cycle how many of them are verified, from what cycles of every
 width take here; `+confidence:0.5` verifies those before the first that is less sure, `+fixed:3` three.
 
-A prompt file has one `{"turns": ["…"]}` a line; with `--turns=2` a second turn follows plain
-decoding's answer to the first. With `--parts` a plain step, a draft and a verification are timed too,
-and say which speed-up they predict; a cycle's pass is a verification or, without a draft, a plain step.
+A prompt file has one `{"turns": ["…"]}` or `{"prompt": "…"}` a line; with `--turns=2` a second turn
+follows plain decoding's answer to the first. With `--parts` a plain step, a draft and a verification
+are timed too, and say which speed-up they predict; a cycle's pass is a verification or, without a
+draft, a plain step.
 With `--json` the same command again goes on behind what the file holds. With `--peer`, Hugging Face
 `transformers` decodes the same prompts in turn, plainly, by prompt lookup (`ngram`) and assisted
 (`draft_lm`), in a process that needs memory for a second copy of the models.

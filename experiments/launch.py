@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import logging as python_logging
@@ -213,13 +214,19 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def warn(text: str) -> None:
+    """Says on stderr, once, what is no error."""
+    print(f"{pathlib.Path(MAIN).stem}: {text}", file=sys.stderr)
+
+
 def run(main: Callable[[], None]) -> None:
     """Parses the flags and runs `main`.
 
     Whatever goes wrong is one line on stderr that a person can act on, with exit status 2 for a
     wrong flag and 1 for anything else; `--verbose` shows the traceback instead.
     """
-    program = pathlib.Path(sys.argv[0]).stem
+    program = pathlib.Path(MAIN).stem
 
     def fail(message: str, status: int) -> None:
         print(f"{program}: {' '.join(message.split())}", file=sys.stderr)

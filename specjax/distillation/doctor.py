@@ -35,7 +35,6 @@ from specjax.types import Drafter, LoadedDrafter, PyTree
 GAIN = 1.5  # a change counts that lets this many times as much be accepted, …
 ERRORS = 3  # … and by this many standard errors: about twenty changes are tried
 BLOCK = 16  # anchors; neighbouring ones draft the same tokens, so that errors are of blocks
-FEWEST_BLOCKS = 4
 MASKS = 12  # special tokens beside the named ones that are tried as a mask: some have hundreds
 ROUNDING = 0.01, 0.05  # share of anchors or cycles that may differ in float32, in narrower types
 
@@ -121,8 +120,6 @@ def diagnose(
 def rises(before: np.ndarray, after: np.ndarray) -> bool:
     """Whether `[n]` anchors have clearly more after a change: by half, and beyond the noise."""
     gain = after.astype(float) - before
-    if len(gain) < FEWEST_BLOCKS * BLOCK:
-        return False  # the noise of so few is not known
     blocks = [block.mean() for block in np.array_split(gain, len(gain) // BLOCK)]
     noise = np.std(blocks, ddof=1) / np.sqrt(len(blocks))
     return gain.mean() > max((GAIN - 1) * before.mean(), ERRORS * noise)

@@ -40,7 +40,7 @@ from specjax.types import (
 )
 
 EMBEDDED = -1  # "the block before block 0": what the embedding gives
-FEWEST = 16  # anchors that say anything
+FEWEST = 64  # anchors: the noise of fewer is not known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

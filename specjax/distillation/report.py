@@ -18,7 +18,8 @@ class Report:
     """Written by the first process only.
 
     `metrics.jsonl` has one object a report, with its step; where a run goes on from a checkpoint, what
-    was written after that is dropped first, so that no step is there twice.
+    was written after that is dropped first, the evaluation of its own step included, so that nothing
+    is there twice.
     """
 
     def __init__(self, workdir: str, step: int, total_steps: int, *, tensorboard: bool = False):
@@ -44,7 +45,8 @@ class Report:
         if self._path.exists():
             for line in self._path.read_text().splitlines():
                 try:
-                    if step and json.loads(line)["step"] <= step:
+                    told = json.loads(line)
+                    if told["step"] < step or (told["step"] == step and "loss" in told):
                         self._lines.append(line)
                 except (ValueError, KeyError):  # the last line of a process that was killed
                     continue

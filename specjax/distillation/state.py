@@ -124,14 +124,19 @@ class Checkpoints:
                 )  # fmt: skip
                 damaged.append(step)
                 continue
-            for name in (LAST, BEST):  # what a run saved that went on from a damaged checkpoint
-                for later in self._managers[name].all_steps():
-                    if later > step:
-                        self._managers[name].delete(later)
+            self._delete_behind(step)  # what a run saved that went on from a damaged checkpoint
             return restored
         if damaged:
             raise OSError(f"{self._root / LAST}: none of checkpoints {damaged} can be read")
+        # The best of a run that ended before its first save, of whatever config.
+        self._delete_behind(-1)
         return state
+
+    def _delete_behind(self, step: int) -> None:
+        for manager in self._managers.values():
+            for later in manager.all_steps():
+                if later > step:
+                    manager.delete(later)
 
     def _read(
         self,

@@ -129,8 +129,7 @@ def train(
                 checkpoints.save_best(state, score(figures, recipe.drafter.draft_depth))
 
         with Report(workdir, step, last_step, tensorboard=tensorboard) as report:
-            if step == 0:
-                evaluate()
+            evaluate()  # a run that goes on may have ended between its save and this
             stopped = compiled = False
             while step < last_step and not stopped:
                 started = time.perf_counter()
@@ -152,14 +151,14 @@ def train(
                     report.count(tokens, time.perf_counter() - started)
                 else:
                     report.count(0, 0.0)
-                compiled = True
-                if step % config["log_every"] == 0 or step == last_step:
+                compiled, stopped = True, bool(stop)
+                ends = stopped or step == last_step
+                if ends or step % config["log_every"] == 0:
                     report.step(step, figures | {"learning_rate": float(rate(step - 1))})
-                stopped = bool(stop)
+                if ends or step % config["save_every"] == 0:
+                    checkpoints.save(state, data, described)
                 if not stopped or step == last_step:
                     evaluate()
-                if stopped or step % config["save_every"] == 0 or step == last_step:
-                    checkpoints.save(state, data, described)
         if step < last_step:
             return Outcome(loaded, 0, step, preempted=True)
         params, best_step = checkpoints.restore_best(state.best_params) or (state.best_params, step)

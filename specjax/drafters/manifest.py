@@ -21,6 +21,12 @@ def write(folder: pathlib.Path, drafter: str, target: Target) -> None:
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
+def carry_over(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Says of a drafter that was made from another what that one's folder says, and no more."""
+    told = {"drafter": name_of(folder)} | read(source)
+    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
 def read(folder: pathlib.Path) -> dict[str, Any]:
     """What `write` said; nothing where there is no such file."""
     path = folder / FILE

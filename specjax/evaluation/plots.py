@@ -91,11 +91,12 @@ def fight(
     curves: Mapping[str, Sequence[Mapping[str, float]]],
     rows: Sequence[Mapping[str, Any]],
 ) -> Figure:
-    """Drafters that were trained for the same time: α_1 over minutes, τ and speed-up at the end.
+    """Drafters that were trained for the same time: replayed τ over minutes, τ and speed-up at the end.
 
     Args:
       path: of the PNG.
-      curves: of each drafter, its `minutes` and `held_out/alpha_1`.
+      curves: of each drafter, its `minutes` and `replayed/tau`. (Teacher-forced α is of other tokens
+        in every family.)
       rows: as `experiments.evaluate` writes them.
 
     Returns:
@@ -104,9 +105,9 @@ def fight(
     figure, (left, middle, right) = _axes(3)
     names = list(dict.fromkeys(row["drafter"] for row in rows))
     for name, points in curves.items():
-        minutes, alphas = zip(*((x["minutes"], x["held_out/alpha_1"]) for x in points), strict=True)
-        left.plot(minutes, alphas, "o-", color=f"C{names.index(name)}", label=name)
-    left.set(xlabel="minutes of training", title="teacher-forced α_1, held-out text")
+        minutes, taus = zip(*((x["minutes"], x["replayed/tau"]) for x in points), strict=True)
+        left.plot(minutes, taus, "o-", color=f"C{names.index(name)}", label=name)
+    left.set(xlabel="minutes of training", title="replayed τ, held-out text")
     _bars(middle, rows, "tau")
     _bars(right, rows, "speedup")
     middle.set(title="τ, tokens a cycle")

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ def set_template_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[st
     """Gives the chat template arguments, such as `enable_thinking`, with every prompt.
 
     They become part of the template, and so of its hash: text, drafters and figures that were made with
-    others are told apart. Once for a tokenizer.
+    others are told apart. An option that was given before, or to the model that an exported folder was
+    made from, is given anew.
 
     Args:
       tokenizer: is changed.
@@ -54,8 +57,14 @@ def set_template_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[st
         raise ValueError(f"this target has no chat template to read {', '.join(options)}")
     import jinja2
 
-    lexed = jinja2.Environment().lex(tokenizer.get_chat_template())
-    names = {word for _, kind, word in lexed if kind == "name"}
+    given = tokenizer.chat_template  # one, or several by name
+    lexed = jinja2.Environment().lex(_without(tokenizer.get_chat_template(), options))
+    tokens = [(kind, word) for _, kind, word in lexed if kind != "whitespace"]
+    names = {
+        word
+        for (_, before), (kind, word) in itertools.pairwise(tokens)
+        if kind == "name" and before not in (".", "|")  # no attribute, no filter
+    }
     for name, value in options.items():
         if name not in names - {"messages", "add_generation_prompt"}:
             raise ValueError(f"this target's chat template does not read {name!r}")
@@ -66,12 +75,18 @@ def set_template_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[st
         for name, value in sorted(options.items())
     }
     lines = "".join(f"{{% set {name} = {value} %}}\n" for name, value in literals.items())
-    given = tokenizer.chat_template  # one, or several by name
     tokenizer.chat_template = (
-        lines + given
+        lines + _without(given, options)
         if isinstance(given, str)
-        else {name: lines + template for name, template in given.items()}
+        else {name: lines + _without(template, options) for name, template in given.items()}
     )
+
+
+def _without(template: str, options: Collection[str]) -> str:
+    """A template less the lines that `set_template_options` put before it for some options."""
+    end = re.match(r"(?:\{% set \w+ = .* %\}\n)*", template).end()
+    lines = template[:end].split("\n")[:-1]
+    return "".join(f"{x}\n" for x in lines if x.split()[2] not in options) + template[end:]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:

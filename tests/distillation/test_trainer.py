@@ -305,6 +305,36 @@ def test_a_run_told_to_stop_in_its_last_step_is_whole(tiny, examples, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tiny, examples, tmp_path):
+    """The state was saved before it."""
+    steps_seen = iter(range(9))
+
+    def end_at_step_2(params):
+        if next(steps_seen) == 2:
+            raise KeyboardInterrupt
+        return {"own": 1.0}
+
+    options = {"total_steps": 4, "alpha_every": 2}
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, examples, tmp_path / "a", **options, evaluators=[(1, end_at_step_2)])
+    assert [x["step"] for x in lines(tmp_path / "a") if "loss" in x] == [1, 2]
+    cut_off = run(tiny, examples, tmp_path / "a", **options, evaluators=[(1, end_at_step_2)])
+    whole = run(tiny, examples, tmp_path / "b", **options, evaluators=[(1, lambda _: {"own": 1.0})])
+    assert_equal(cut_off.drafter.params, whole.drafter.params)
+    kept = [[(x["step"], "loss" in x) for x in lines(tmp_path / folder)] for folder in "ab"]
+    assert kept[0] == kept[1] and len(kept[0]) == 9
+
+
+@pytest.mark.slow
+def test_the_best_of_a_run_that_never_saved_is_not_the_next_ones(tiny, examples, tmp_path):
+    run(tiny, examples, tmp_path, total_steps=4, alpha_every=1)
+    shutil.rmtree(tmp_path / "checkpoints/last")
+    optimizer = CONFIG["optimizer"] | {"learning_rate": 0.0}
+    outcome = run(tiny, examples, tmp_path, total_steps=1, alpha_every=0, optimizer=optimizer)
+    assert outcome.exported_step == 1
+
+
+@pytest.mark.slow
 def test_another_config_is_refused(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.003, is 0.1"):

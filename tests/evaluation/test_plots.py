@@ -87,8 +87,8 @@ def test_bars_are_the_figures(tmp_path):
     assert is_png(tmp_path / "a.png")
 
 
-def test_the_fight_shows_how_alpha_rose(tmp_path):
-    points = [{"minutes": 0.0, "held_out/alpha_1": 0.1}, {"minutes": 2.0, "held_out/alpha_1": 0.4}]
+def test_the_fight_shows_how_tau_rose(tmp_path):
+    points = [{"minutes": 0.0, "replayed/tau": 1.1}, {"minutes": 2.0, "replayed/tau": 1.4}]
     figure = plots.fight(tmp_path / "b.png", {"a|b": points}, [ROW])
     assert heights(figure)[1:] == [[1.5], [1.5]]
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0.0, 0.1], [2.0, 0.4]]
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0.0, 1.1], [2.0, 1.4]]

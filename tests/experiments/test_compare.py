@@ -75,6 +75,8 @@ def test_same_time_same_features_one_report(run, model, text, tmp_path):
     assert unfit.returncode == 1 and "tree_traversal verifies sampled trees" in unfit.stderr
     assert not list((tmp_path / "new").glob("*/metrics.jsonl"))
     config_file(tmp_path, model, "dflash", longer=False)
+    edited = run("compare", *arguments, "--minutes=0.02")
+    assert edited.returncode == 1 and "plan.json is of configs" in edited.stderr
     differ = run("compare", *arguments, f"--workdir={tmp_path / 'new'}")
     assert differ.returncode == 1 and 'with template options {"longer": false}' in differ.stderr
 
@@ -95,5 +97,5 @@ def test_sigterm_ends_the_training_that_runs(environment, model, text, tmp_path)
             time.sleep(0.1)
         process.terminate()
         told = process.stderr.read()
-    assert process.returncode == 1 and "draft_lm was asked to end early" in told
+    assert process.returncode == 1 and "experiments.distill was asked to end early" in told
     assert list((tmp_path / "fight" / "draft_lm" / "checkpoints" / "last").iterdir())

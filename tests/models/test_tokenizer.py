@@ -86,7 +86,8 @@ def test_pre_tokenizers_split_as_they_should(pre, words):
 # Reads its options at the top, in a loop and in a macro; begins with what trimming would take.
 OPTIONS = (
     "\n  {% macro mark() %}{{ 'a' if mood == 'a\"é😀' else 'b' }}{% endmacro %}"
-    "{% for m in messages %}{{ mark() }}{{ 'c' if deep is defined and deep is false }}{% endfor %}"
+    "{% for m in messages %}{{ mark() }}{{ m.role | trim if false }}"
+    "{{ 'c' if deep is defined and deep is false }}{% endfor %}"
     "{% if deep is none %}ab{% endif %}{{ count }}moo{# moo #}{{ 'moo' if false }}"
 )
 
@@ -106,6 +107,9 @@ def test_template_options_are_as_if_given_with_every_prompt(options):
     after = fingerprint(tokenizer)
     assert after["tokenizer_hash"] == before["tokenizer_hash"]
     assert after["template_hash"] != before["template_hash"]
+    set_template_options(tokenizer, {"deep": "other", "mood": "a\u2028%} \n"})
+    set_template_options(tokenizer, {"mood": "x"} | dict(reversed(options.items())))
+    assert tokenizer.chat_template.count("{% set") == len({"mood", *options})
     tokenizer.chat_template = OPTIONS
     set_template_options(tokenizer, dict(reversed(options.items())))
     assert fingerprint(tokenizer) == after
@@ -117,6 +121,8 @@ def test_template_options_are_as_if_given_with_every_prompt(options):
         ({"moo": "a"}, "chat template does not read 'moo'"),
         ({"mood %}": "a"}, "chat template does not read 'mood %}'"),
         ({"macr": "a"}, "chat template does not read 'macr'"),
+        ({"role": "a"}, "chat template does not read 'role'"),
+        ({"trim": "a"}, "chat template does not read 'trim'"),
         ({"messages": "a"}, "chat template does not read 'messages'"),
         ({"mood": ["a"]}, r"mood=\['a'\] is no text"),
         ({"mood": float("nan")}, "not JSON compliant"),

@@ -54,7 +54,7 @@ class DFlash:
       num_draft_tokens: K; more than the block has slots for was never trained.
       num_anchors: blocks a row of training text.
       decay: γ; the loss of draft k counts exp(−(k − 1) / γ), 0 for all alike.
-      random_anchors: blocks begin anywhere; else at every block_size-th predicted token.
+      random_anchors: blocks begin anywhere; else each where the one before it ends.
       strict_anchors: the anchor itself must be the target's text, as published; by default only the
         token after it, since decoding begins at the prompt's last token.
       loss_vocabulary: the tokens whose logits the objective compares, all by default (ours). The head
