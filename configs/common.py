@@ -8,7 +8,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "target": "",  # as --target of the other programs
-            "drafter": {},
+            "drafter": {},  # name, and arguments of its `from_config`
             "init_from": "",  # a work directory whose best weights are the first ones
             "seed": 0,
             "total_steps": 1000,
@@ -24,9 +24,9 @@ def get_config() -> ConfigDict:
             },
             "average_decay": 0.0,  # of a moving average of the weights; 0 for none
             "data": {
-                "path": "",
+                "path": "",  # JSON lines: ids, or texts, of prompts and the target's answers
                 "template_options": {},  # of the chat template, like enable_thinking
-                "sequence_length": 2048,
+                "sequence_length": 2048,  # longer examples are left out; a row holds several short ones
                 "batch_size": 8,  # rows a step, over all hosts
                 "held_out": 0.05,  # share of the prompts
                 "held_out_rows": 32,  # of them, evaluated on
@@ -37,23 +37,24 @@ def get_config() -> ConfigDict:
                 "taps": (),  # to be cached beside the drafter's own, for other drafters
             },
             "optimizer": {
-                "name": "adamw",
-                "learning_rate": 1e-4,
-                "schedule": "cosine",
+                "name": "adamw",  # or muon, for matrices between embedding and head
+                "learning_rate": 1e-4,  # at its peak
+                "schedule": "cosine",  # down to 0, wsd (warm up, stay, fall) or constant
                 "warmup_steps": 50,
                 "decay_steps": 0,  # of schedule wsd; 0 for all behind the warm-up
-                "clip": 1.0,
+                "clip": 1.0,  # global norm of the gradient; 0 for no limit
                 "weight_decay": 0.0,
                 "b1": 0.9,
                 "b2": 0.95,
             },
+            # Devices along each axis; -1 for the rest.
             "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
-            "log_every": 10,
-            "alpha_every": 100,
-            "save_every": 100,
+            "log_every": 10,  # steps
+            "alpha_every": 100,  # evaluate on the held-out rows; the best weights are kept
+            "save_every": 100,  # what a run goes on from
             "tau_every": 0,  # decode prompts with the drafter; 0 for never but at the end
-            "tau_prompts": 8,
-            "tensorboard": False,
+            "tau_prompts": 8,  # of the held-out ones
+            "tensorboard": False,  # event files beside metrics.jsonl (extra `tensorboard`)
         }
     )
 
