@@ -52,7 +52,7 @@ def sweep(
             label = f"{drafter}, {prompts}"
             map_.plot(beta, float(np.mean(law.alpha)), marker, color=colour, label=label)
         panel.axhline(1, color="grey", linewidth=0.8)
-        title = f"{drafter}: measured (dots), predicted, K* (star)"
+        title = f"{drafter}\nmeasured (dots), predicted, K* (star)"
         panel.set(xlabel="K", ylabel="speed-up", title=title)
         panel.legend()
     betas, alphas = np.linspace(0, 0.8, 65), np.linspace(0.05, 0.95, 37)
