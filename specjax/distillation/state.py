@@ -82,10 +82,11 @@ class Checkpoints:
 
     def save_best(self, state: TrainState, score: float) -> None:
         """Saves what is exported, if its score is the best so far."""
-        manager = self._managers[BEST]
-        best = manager.best_step()
         if not math.isfinite(score):
             return
+        manager = self._managers[BEST]
+        manager.wait_until_finished()  # a score can be read once it is on disk
+        best = manager.best_step()
         if best is None or score > manager.metrics(best)["score"]:
             manager.save(
                 int(state.step),

@@ -325,6 +325,16 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(tiny, examples, tmp_path)
     assert kept[0] == kept[1] and len(kept[0]) == 9
 
 
+def test_the_best_is_known_while_it_is_still_being_written(tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        for step, score in enumerate([0.1, 0.3, 0.2, float("nan"), 0.25]):
+            params = {"x": jnp.full((256, 256), step, jnp.float32)}
+            key = jax.random.key(0)
+            checkpoints.save_best(steps.TrainState(jnp.int32(step), params, (), None, key), score)
+        best, step = checkpoints.restore_best(params)
+    assert step == 1 and np.all(best["x"] == 1)
+
+
 @pytest.mark.slow
 def test_the_best_of_a_run_that_never_saved_is_not_the_next_ones(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4, alpha_every=1)
