@@ -339,7 +339,7 @@ def test_the_best_is_known_while_it_is_still_being_written(tmp_path):
 def test_the_best_of_a_run_that_never_saved_is_not_the_next_ones(tiny, examples, tmp_path):
     run(tiny, examples, tmp_path, total_steps=4, alpha_every=1)
     shutil.rmtree(tmp_path / "checkpoints/last")
-    optimizer = CONFIG["optimizer"] | {"learning_rate": 0.0}
+    optimizer = CONFIG["optimizer"] | {"learning_rate": 0.0, "warmup_steps": 0}
     outcome = run(tiny, examples, tmp_path, total_steps=1, alpha_every=0, optimizer=optimizer)
     assert outcome.exported_step == 1
 
