@@ -249,10 +249,10 @@ def costs_of(
     batch: int,
 ) -> Costs:
     """What the parts of a cycle take."""
-    drafter, params = drafter_and_params(loaded)
     rule = RULES[_RULE.value] if sampling["temperature"] else greedy
     filters = {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-    return costs(target, drafter, params, rule, batch=batch, max_len=max_len, **filters)
+    pair = {"": drafter_and_params(loaded)}
+    return costs(target, pair, rule, batch=batch, max_len=max_len, **filters)[""]
 
 
 def told_costs(controller: Controller | None) -> dict[str, float] | None:

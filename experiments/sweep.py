@@ -108,13 +108,8 @@ def sweep(
     rule = RULES[_RULE.value] if filters["temperature"] else greedy
     # The same for all files: every K is compiled once.
     size = max(launch.room_for(target, x, _MAX_NEW_TOKENS.value) for x in encoded.values())
-    costs = {
-        k: benchmark.costs(
-            target, *drafter_and_params(drafters[str(k)]), rule, batch=_BATCH.value, max_len=size,
-            **filters,
-        )
-        for k in lengths
-    }  # fmt: skip
+    pairs = {k: drafter_and_params(drafters[str(k)]) for k in lengths}
+    costs = benchmark.costs(target, pairs, rule, batch=_BATCH.value, max_len=size, **filters)
     for name, prompts in encoded.items():
         with launch.progress() as report:
             results = evaluate(

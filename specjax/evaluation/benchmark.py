@@ -1,7 +1,8 @@
 """Where the time of a decode loop goes: plain step, cycle, and its draft and verification alone.
 
 Every part is a jitted loop of its own that runs `steps` times, each step depending on the one before
-it, so that XLA can neither hoist nor overlap it. The parts take turns; figures are medians.
+it, so that XLA can neither hoist nor overlap it. The parts take turns. What is shown are medians; what
+is reckoned with are means without the outermost quarters (`_middle`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from specjax.noise import Noise, Role
 from specjax.sampling import Sampling, argmax
 from specjax.types import Committed, Controller, Draft, Drafter, PyTree, Rule, StopReason, Verdict
 from specjax.verification.law import require_chain
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +331,16 @@ def _in_turn(
     return seconds
 
 
+def _middle(seconds: Sequence[float]) -> float:
+    """The mean without the fastest and the slowest quarter of the runs.
+
+    A machine on which something else runs now and then has runs of two kinds. The median is of the
+    one or the other, by chance and not the same for every part; decoding goes through both.
+    """
+    cut = len(seconds) // 4
+    return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
+
+
 def cycle_seconds(
     target: Target,
     drafter: Drafter,
@@ -337,13 +350,13 @@ def cycle_seconds(
     batch: int = 1,
     max_len: int = 512,
     steps: int = 12,
-    repeats: int = 3,
+    repeats: int = 5,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> dict[int, float]:
-    """How long a cycle of the batch takes that verifies w tokens a row, by w; medians, in turn.
+    """How long a cycle of the batch takes that verifies w tokens a row, by w; timed in turn.
 
     They are what a controller is told of its costs: every width that it may choose is there. A drafter
     that takes its tokens one after the other drafts w − 1 of them, as it would for the controller.
@@ -369,11 +382,18 @@ def cycle_seconds(
 
     widths = widths_for(drafter.num_draft_tokens, controlled=True)
     seconds = _in_turn({width: functools.partial(cycles, width) for width in widths}, repeats)
-    return {width: statistics.median(runs) / steps for width, runs in seconds.items()}
+    return {width: _middle(runs) / steps for width, runs in seconds.items()}
 
 
 def breakdown(
-    target: Target, drafter: Drafter, drafter_params: PyTree, rule: Rule, **options: Any
+    target: Target,
+    drafter: Drafter,
+    drafter_params: PyTree,
+    rule: Rule,
+    *,
+    steps: int = 16,
+    repeats: int = 5,
+    **options: Any,
 ) -> Breakdown:
     """Times every part, in turn, on rows of random tokens.
 
@@ -383,16 +403,32 @@ def breakdown(
 
     Args:
       target, drafter, drafter_params, rule: what is timed.
+      steps: steps or cycles a run, for all of which the rows must have room.
+      repeats: timed runs of each part, after one that compiles.
       options: `batch` and `max_len`, B and S; `length`, committed tokens of each row at the start;
-        `steps`, steps or cycles a run, for all of which the rows must have room; `repeats`, timed runs
-        of each part, after one that compiles; `temperature`, `top_k`, `top_p`, `min_p`, sampling as
-        `specjax.decode` has it, the same for all rows; `seed` of tokens and noise.
+        `temperature`, `top_k`, `top_p`, `min_p`, sampling as `specjax.decode` has it, the same for
+        all rows; `seed` of tokens and noise.
 
     Raises:
       ValueError: the rows have no room for all cycles, or a sampling parameter is out of its range.
     """
-    parts = "plain", "cycle", "draft", "verify", "rule", "read_bandwidth"
-    timings, tau = _timed(parts, target, drafter, drafter_params, rule, **options)
+    committed = []
+
+    def count(name: str, done: Any) -> None:
+        if name == "cycle":
+            committed.append(np.asarray(done.counts.committed))
+
+    parts = _parts(target, drafter, drafter_params, rule, steps=steps, **options)
+    large = jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
+    parts["read_bandwidth"] = lambda: functools.partial(_sum, large)
+    seconds = _in_turn(parts, repeats, count)
+    figures = {name: [x / steps for x in runs] for name, runs in seconds.items()}
+    figures["read_bandwidth"] = [large.nbytes / x for x in seconds["read_bandwidth"]]
+    timings = {
+        name: Timing(statistics.median(values), min(values), max(values))
+        for name, values in figures.items()
+    }
+    tau = float(np.mean(committed))
     weights = jax.tree.leaves(target.params)
     read = target.config.vocab_size * target.config.hidden_size * target.dtype.itemsize
     untied = 0 if target.config.tie_embeddings else read  # of the embedding a step reads one row
@@ -401,47 +437,59 @@ def breakdown(
 
 def costs(
     target: Target,
-    drafter: Drafter,
-    drafter_params: PyTree,
+    drafters: Mapping[Name, tuple[Drafter, PyTree]],
     rule: Rule,
     *,
     max_len: int,
     steps: int = 12,
-    repeats: int = 3,
+    repeats: int = 7,
     **options: Any,
-) -> Costs:
+) -> dict[Name, Costs]:
     """What the law of speed-up asks of a machine: a plain step, a whole draft, its verification.
 
+    The parts of all drafters take turns with one plain step: what is compared was measured together.
+
     Args:
+      target: what is timed.
+      drafters: with their params, by any name, as by K.
+      rule: of the verification.
       max_len: S of the decoding in question; more where the timed steps need it.
-      as in `breakdown`.
+      steps, repeats, options: as in `breakdown`.
+
+    Returns:
+      Of each drafter, by its name.
     """
-    parts = "plain", "draft", "verify"
-    max_len = max(max_len, BEGUN + steps * (drafter.num_draft_tokens + 1))
-    options |= {"max_len": max_len, "steps": steps, "repeats": repeats}
-    timings, _ = _timed(parts, target, drafter, drafter_params, rule, **options)
-    return Costs(*(timings[part].median for part in parts))
+    longest = max(drafter.num_draft_tokens for drafter, _ in drafters.values())
+    options |= {"max_len": max(max_len, BEGUN + steps * (longest + 1)), "steps": steps}
+    timed: dict[Any, Callable[[], Callable[[], Any]]] = {}
+    for name, (drafter, params) in drafters.items():
+        parts = _parts(target, drafter, params, rule, **options)
+        timed["plain"] = parts["plain"]
+        timed |= {(name, part): parts[part] for part in ("draft", "verify")}
+    seconds = {part: _middle(runs) / steps for part, runs in _in_turn(timed, repeats).items()}
+    return {
+        name: Costs(seconds["plain"], seconds[name, "draft"], seconds[name, "verify"])
+        for name in drafters
+    }
 
 
-def _timed(
-    names: Sequence[str],
+def _parts(
     target: Target,
     drafter: Drafter,
     drafter_params: PyTree,
     rule: Rule,
     *,
+    steps: int,
     batch: int = 1,
     max_len: int = 512,
     length: int = BEGUN,
-    steps: int = 16,
-    repeats: int = 5,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-) -> tuple[dict[str, Timing], float]:
-    """Times the parts of these names, in turn; and τ, NaN if no cycles are among them."""
+) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """What `_in_turn` times of a drafter: plain step, cycle, draft, verification, rule."""
     if isinstance(rule.verify, Simulated):
         drafter = WholeDrafts(drafter)
     k = drafter.num_draft_tokens
@@ -449,7 +497,6 @@ def _timed(
     sampling = decoding.sampling_of(batch, temperature, top_k, top_p, min_p)
     keys = jax.random.split(jax.random.key(seed), batch)
     fresh = functools.partial(_fresh, target, drafter, batch, max_len, length, seed)
-    committed = []
 
     def plain() -> Callable[[], PlainState]:
         rows, cache, _ = fresh()
@@ -483,10 +530,6 @@ def _timed(
         shape = (batch, k + 1, target.config.vocab_size)
         return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
-    @functools.cache
-    def large() -> jax.Array:
-        return jnp.ones(2**26 if target.dtype.itemsize >= 4 else 2**27, jnp.float32)
-
     def rule_only() -> Callable[[], Any]:
         rows, *_ = fresh()
         noise = Noise(keys, rows.length - 1)
@@ -494,19 +537,5 @@ def _timed(
             rule_alone, rule, drafted, logits(), sampling, noise, steps=steps
         )  # fmt: skip
 
-    known = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
-    known |= {"rule": rule_only, "read_bandwidth": lambda: functools.partial(_sum, large())}
-
-    def count(name: str, done: Any) -> None:
-        if name == "cycle":
-            committed.append(np.asarray(done.counts.committed))
-
-    seconds = _in_turn({name: known[name] for name in names}, repeats, count)
-
-    def timing(values: list[float]) -> Timing:
-        return Timing(statistics.median(values), min(values), max(values))
-
-    timings = {name: timing([x / steps for x in seconds[name]]) for name in names}
-    if "read_bandwidth" in names:
-        timings["read_bandwidth"] = timing([large().nbytes / x for x in seconds["read_bandwidth"]])
-    return timings, float(np.mean(committed)) if committed else float("nan")
+    parts = {"plain": plain, "cycle": cycle, "draft": draft, "verify": verification}
+    return parts | {"rule": rule_only}

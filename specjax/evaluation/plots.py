@@ -33,7 +33,9 @@ def sweep(
     Returns:
       The figure as it was saved.
     """
-    figure, (*panels, map_) = _axes(len(measured) + 1)
+    columns = min(len(measured) + 1, 3)
+    figure, axes = _axes(columns, -(-(len(measured) + 1) // columns))
+    panels, (map_, *unused) = axes[: len(measured)], axes[len(measured) :]
     for marker, panel, (drafter, sets) in zip(
         itertools.cycle("os^Dv"), panels, measured.items(), strict=False
     ):
@@ -49,18 +51,22 @@ def sweep(
             best = law.best(lengths)
             panel.plot(best, law.predicted(best), "*", color=colour, markersize=14)
             beta = law.beta + law.start / best  # a token of the best draft
-            label = f"{drafter}, {prompts}"
-            map_.plot(beta, float(np.mean(law.alpha)), marker, color=colour, label=label)
+            map_.plot(beta, float(np.mean(law.alpha)), marker, color=colour)
+        map_.plot([], [], marker, color="grey", label=drafter)
         panel.axhline(1, color="grey", linewidth=0.8)
-        title = f"{drafter}\nmeasured (dots), predicted, K* (star)"
-        panel.set(xlabel="K", ylabel="speed-up", title=title)
-        panel.legend()
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set(xlabel="K", ylabel="speed-up", title=drafter)
     betas, alphas = np.linspace(0, 0.8, 65), np.linspace(0.05, 0.95, 37)
     speeds = [[best_length(alpha, beta)[1] for beta in betas] for alpha in alphas]
     lines = map_.contour(betas, alphas, speeds, levels=[1.01, 1.25, 1.5, 2, 2.5, 3, 4, 6])
     map_.clabel(lines, fmt="%g×")
     map_.set(xlabel="β", ylabel="α", title="speed-up at the best K, verification as dear as a step")
-    map_.legend(loc="lower right", fontsize=8)
+    map_.legend(loc="upper right", fontsize=8)
+    for ax in unused:
+        ax.remove()
+    handles, labels = panels[0].get_legend_handles_labels()
+    title = "speed-up measured (dots), predicted (dashed), its best K (star):"
+    figure.legend(handles, labels, title=title, loc="outside lower center", ncols=len(labels))
     figure.savefig(path, dpi=120)
     return figure
 

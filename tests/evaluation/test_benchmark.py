@@ -15,6 +15,7 @@ from specjax.decoding import decode as decoding
 from specjax.drafters import NGram
 from specjax.evaluation import benchmark
 from specjax.evaluation.benchmark import Breakdown, Simulated, Timing, breakdown
+from specjax.evaluation.speedup import Costs
 from specjax.models.cache import KVCache
 from specjax.models.shapes import SHAPES
 from specjax.models.target import Target
@@ -55,6 +56,27 @@ def test_simulated_acceptance_is_geometric():
     counts = np.bincount(np.asarray(accepted(jnp.arange(20_000))), minlength=4)
     expected = 20_000 * np.array([0.3, 0.21, 0.147, 0.343])
     assert ((counts - expected) ** 2 / expected).sum() < 31  # 3 degrees: p = 8e-7
+
+
+def test_costs_of_all_lengths_are_measured_in_turn(tiny, monkeypatch):
+    """One plain step for all of them, in the same rounds; a slow run in seven moves nothing."""
+    taken = []
+
+    def in_turn(parts, repeats):
+        taken.extend(parts)
+        seconds = {"plain": 2.0, (1, "draft"): 3.0, (1, "verify"): 4.0, (2, "draft"): 5.0}
+        return {name: [seconds.get(name, 8.0)] * (repeats - 1) + [1000.0] for name in parts}
+
+    monkeypatch.setattr(benchmark, "_in_turn", in_turn)
+    pairs = {k: (NGram(k), ()) for k in (1, 2)}
+    costs = benchmark.costs(tiny, pairs, greedy, max_len=80, steps=2)
+    assert taken == ["plain", (1, "draft"), (1, "verify"), (2, "draft"), (2, "verify")]
+    assert costs == {1: Costs(1.0, 1.5, 2.0), 2: Costs(1.0, 2.5, 4.0)}
+
+
+def test_runs_of_two_kinds_count_as_both():
+    assert benchmark._middle([1.0, 3.0, 1.0, 3.0, 9.0]) == pytest.approx(7 / 3)
+    assert benchmark._middle([4.0]) == 4.0
 
 
 @pytest.mark.parametrize(("alpha", "tau"), [(0.0, 1.0), (1.0, 4.0)])
